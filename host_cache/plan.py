@@ -1,0 +1,26 @@
+"""What the cache manager answers: values that say which pages move and which tokens must be computed."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    """One page to copy between the tiers, for all layers. Only page ids cross to the transfer code."""
+
+    device_page: int
+    host_page: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """The answer to an admission: every page is allocated and every copy listed, or nothing happened."""
+
+    swap_ins: tuple[PageCopy, ...]
+    """Host pages to load. Their device pages are valid once the copies have ended."""
+    missing: tuple[tuple[int, int], ...]
+    """Token ranges [start, end) to compute, ascending, disjoint and not touching: gaps first, the new
+    tokens' range last (a gap that touches the new tokens is part of that last range)."""
+    tokens_from_device: int
+    """Cached tokens that were in the device tier."""
+    tokens_from_host: int
+    """Cached tokens that `swap_ins` loads."""

@@ -1,0 +1,1 @@
+"""Stateful LLM serving in JAX: every conversation keeps its KV state between turns."""
