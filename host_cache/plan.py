@@ -24,3 +24,5 @@ class CachePlan:
     """Cached tokens that were in the device tier."""
     tokens_from_host: int
     """Cached tokens that `swap_ins` loads."""
+    tokens_recomputed: int
+    """Tokens of the history that are in no tier, hence in `missing`."""

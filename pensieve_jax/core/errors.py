@@ -42,11 +42,3 @@ class UnsupportedModelError(PensieveError):
 
 class LogError(PensieveError):
     """The conversation log can't be opened, is corrupt or belongs to another vocabulary."""
-
-
-class TransferError(PensieveError):
-    """A copy between device and host failed."""
-
-
-class IntegrityError(PensieveError):
-    """The cache's books don't add up. Always a fault of this package."""

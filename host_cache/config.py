@@ -1,0 +1,55 @@
+"""Sizes and thresholds of the cache."""
+
+from dataclasses import dataclass
+
+CHUNK_TOKENS = 32
+"""Tokens of one chunk, hence of one page (paper, section 4.3.1)."""
+SWAP_OUT_BELOW = 0.25
+"""Share of free device pages under which chunks are copied to the host ahead of time (paper 4.3.2)."""
+RUNNING_RESERVE = 0.10
+"""Share of device pages kept for requests that already run (paper 4.3.5)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Sizes of the tiers and when chunks move.
+
+    Raises:
+        ValueError: a size or share is out of range.
+    """
+
+    device_pages: int
+    """Pages of the device tier, each of `page_tokens` tokens. At least 1."""
+    host_pages: int = 0
+    """Pages of the host tier; 0 leaves the device tier alone (the paper's GPU-cache variant)."""
+    page_tokens: int = CHUNK_TOKENS
+    """Tokens of one page, hence of one chunk."""
+    swap_out_below: float = SWAP_OUT_BELOW
+    """Copy chunks to the host while less than this share of device pages is free or reclaimable."""
+    running_reserve: float = RUNNING_RESERVE
+    """Share of device pages that an admission leaves to the requests that already run."""
+    max_swap_outs_per_step: int = 64
+    """Most chunks copied ahead of time in one step; bounds the staging memory."""
+    keep_finished: bool = True
+    """Keep the pages of finished turns. False makes the server stateless: the baseline of every comparison."""
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}")
+
+        check(self.device_pages >= 1, "device_pages", "at least 1")
+        check(self.host_pages >= 0, "host_pages", "at least 0")
+        check(self.page_tokens >= 1, "page_tokens", "at least 1")
+        check(0 <= self.swap_out_below <= 1, "swap_out_below", "a share in [0, 1]")
+        check(0 <= self.running_reserve < 1, "running_reserve", "a share in [0, 1)")
+        check(self.max_swap_outs_per_step >= 0, "max_swap_outs_per_step", "at least 0")
+
+    @property
+    def reserve_pages(self) -> int:
+        """Device pages that an admission leaves to the requests that already run."""
+        return int(self.device_pages * self.running_reserve)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_tokens)
