@@ -73,6 +73,7 @@ _ADVICE = {
     sqlite3.SQLITE_BUSY: "Another process has it open. One engine at a time can use a log.",
     sqlite3.SQLITE_READONLY: "The file or its folder can't be written. Check their permissions.",
     sqlite3.SQLITE_CANTOPEN: "Check that the path is a file and that its folder can be written.",
+    sqlite3.SQLITE_IOERR: "Check the permissions of the file and its folder, and the disk.",
     sqlite3.SQLITE_FULL: "The disk is full. Nothing was changed.",
 }
 
