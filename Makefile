@@ -42,7 +42,7 @@ format: setup ## write the format and the safe fixes
 
 docs: setup ## build the documentation into site/
 	@echo "docs: building site/"
-	@$(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "docs: open site/index.html"
 
 assets: setup ## fetch the demo's model and conversations into .assets/

@@ -97,7 +97,9 @@ install() {
         uv pip install --quiet --python "$venv/bin/python" "${arguments[@]}" && return
         say "uv could not install them; trying pip"
     fi
-    "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off --quiet "${arguments[@]}"
+    # Somebody who watches sees pip's progress; a log doesn't need it.
+    [ -t 1 ] || arguments+=(--quiet --progress-bar off)
+    "$venv/bin/python" -m pip install --disable-pip-version-check "${arguments[@]}"
 }
 
 if may_be_kept; then
