@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly venv=.venv
-readonly stamp="$venv/setup-done" # written last: folder, accelerator, checksum of what was installed
+readonly stamp="$venv/setup-done" # folder (or "unfinished"), accelerator, checksum of what was installed
 readonly suitable='import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 15))'
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -110,7 +110,7 @@ if may_be_kept; then
 else
     make_venv
 fi
-rm -f "$stamp"
+printf '%s\n' unfinished "$accelerator" >"$stamp"
 say "installing the pinned packages (some minutes the first time)"
 install
 say "installing this project in editable form"
