@@ -66,14 +66,15 @@ has_uv() { uv --version >/dev/null 2>&1; }
 
 make_venv() {
     local python
-    rm -rf "$venv"
     if python=$(find_python); then
         say "making $venv with $("$python" --version) ($python)"
+        rm -rf "$venv"
         "$python" -m venv "$venv"
     elif [ -n "${PYTHON:-}" ]; then
         fail "PYTHON=$PYTHON is not a working Python 3.12, 3.13 or 3.14 with the modules venv and ensurepip"
     elif has_uv; then
         say "no Python 3.12 or newer found; uv brings one"
+        rm -rf "$venv"
         uv venv --seed --python 3.12 "$venv" ||
             fail "uv found no Python 3.12 either, and could not download one."
     else
