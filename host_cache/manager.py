@@ -292,6 +292,7 @@ class CacheManager:
                 self._counters.chunks_swapped_in += 1
             else:
                 self._counters.failed_swap_ins += 1
+                self._counters.tokens_from_host -= chunk.filled
                 self._give_up_host(chunk)
                 chunk.filled = 0
 

@@ -42,3 +42,7 @@ class UnsupportedModelError(PensieveError):
 
 class LogError(PensieveError):
     """The conversation log can't be opened, is corrupt or belongs to another vocabulary."""
+
+
+class EngineError(PensieveError):
+    """A step failed, or the engine is closed. Conversations are as their last finished turn left them."""

@@ -1,0 +1,139 @@
+"""Copies of pages between the pinned host pool and the device, layer by layer.
+
+The device half (gathering pages from the pool and scattering them into it) belongs to the step, which owns
+the pool; here only staged arrays of whole pages come and go.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from host_cache.errors import TransferError
+from host_cache.plan import PageCopy
+from host_cache.transfer.pinned_pool import PinnedPool, register_pinned, unregister_pinned
+
+logger = logging.getLogger(__name__)
+STAGING_SLOTS = 4
+"""Staging buffers per shard: how many layers' swap-ins may be under way before the host waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SwapOut:
+    copies: tuple[PageCopy, ...]
+    staged: list[jax.Array]
+    """Per layer [padded, *page], in pinned host memory once ready; the first len(copies) pages count."""
+
+
+class PageMover:
+    """Moves whole pages. `page_sharding` is the sharding of a staged array [n, *page]."""
+
+    def __init__(self, pool: PinnedPool, page_sharding: NamedSharding) -> None:
+        self._pool = pool
+        self._device = page_sharding
+        self._host = page_sharding.with_memory_kind("pinned_host")
+        self._devices = list(page_sharding.mesh.devices.flat)
+        self._in_flight: deque[_SwapOut] = deque()
+        self._slots: deque[tuple[list[np.ndarray], jax.Array | None]] = deque()
+        """Staging buffers, one array per shard, and the last array that was copied from them."""
+
+    def swap_out(self, copies: Sequence[PageCopy], staged: list[jax.Array]) -> None:
+        """Start copying pages that were gathered on the device to the host. Doesn't wait.
+
+        Args:
+            copies: where each page goes.
+            staged: per layer [>= len(copies), *page], gathered in this order.
+        """
+        to_host = [jax.device_put(layer, self._host) for layer in staged]
+        self._in_flight.append(_SwapOut(copies=tuple(copies), staged=to_host))
+
+    def ended(self, *, wait: bool) -> tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]]:
+        """Take copies to the host that have ended into the pool.
+
+        Args:
+            wait: wait for all of them.
+
+        Returns:
+            (done, failed): copies whose host page holds the bytes now, and those that came to nothing.
+        """
+        done: list[PageCopy] = []
+        failed: list[PageCopy] = []
+        while self._in_flight:
+            oldest = self._in_flight[0]
+            if not wait and not all(layer.is_ready() for layer in oldest.staged):
+                break
+            self._in_flight.popleft()
+            try:
+                self._store(oldest)
+                done.extend(oldest.copies)
+            except Exception:
+                logger.exception("a copy of %d pages to the host failed; they are dropped", len(oldest.copies))
+                failed.extend(oldest.copies)
+        return tuple(done), tuple(failed)
+
+    def stage_in(self, layer: int, host_pages: np.ndarray, padded: int) -> jax.Array:
+        """Start copying host pages of one layer to the device. Waits only for a free staging buffer.
+
+        Args:
+            layer: which layer.
+            host_pages: i32[n].
+            padded: pages of the result; those past n hold anything.
+
+        Returns:
+            [padded, *page] on the device, in the order of `host_pages`.
+
+        Raises:
+            TransferError: the copy can't be made.
+        """
+        try:
+            slot, last = self._slot(padded)
+            if last is not None:
+                last.block_until_ready()
+            parts = []
+            for source, buffer, device in zip(self._pool.layers[layer], slot, self._devices, strict=True):
+                np.take(source, host_pages, axis=0, out=buffer[: len(host_pages)])
+                # The buffer is used again, so a backend that shares memory with NumPy (CPU) has to copy.
+                parts.append(jax.device_put(buffer[:padded], device, may_alias=False))
+            shape = (padded, *self._global_page_shape(parts[0].shape[1:]))
+            staged = jax.make_array_from_single_device_arrays(shape, self._device, parts)
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            raise TransferError(f"swap-in of {len(host_pages)} pages of layer {layer} failed: {error}") from error
+        self._slots.append((slot, staged))
+        return staged
+
+    def close(self) -> None:
+        """Give the staging buffers back, once nothing is copied from them any more."""
+        for buffers, last in self._slots:
+            if last is not None:
+                last.block_until_ready()
+            for buffer, device in zip(buffers, self._devices, strict=True):
+                unregister_pinned(buffer, device)
+        self._slots.clear()
+
+    def _slot(self, pages: int) -> tuple[list[np.ndarray], jax.Array | None]:
+        """The staging buffers that were used longest ago, or new ones."""
+        if self._slots and len(self._slots[0][0][0]) < pages:
+            self.close()
+        if len(self._slots) >= STAGING_SLOTS:
+            return self._slots.popleft()
+        buffers = []
+        for layer, device in zip(self._pool.layers[0], self._devices, strict=True):
+            buffer = np.empty((pages, *layer.shape[1:]), layer.dtype)
+            register_pinned(buffer, device)
+            buffers.append(buffer)
+        return buffers, None
+
+    def _global_page_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """A page's shape over all shards; kv heads, axis 1, are the sharded one."""
+        return (local[0], local[1] * len(self._devices), *local[2:])
+
+    def _store(self, swap_out: _SwapOut) -> None:
+        host_pages = np.fromiter((copy.host_page for copy in swap_out.copies), np.int64)
+        for layer, staged in zip(self._pool.layers, swap_out.staged, strict=True):
+            shards = sorted(staged.addressable_shards, key=lambda shard: shard.index[2].start or 0)
+            for target, shard in zip(layer, shards, strict=True):
+                target[host_pages] = np.asarray(shard.data)[: len(host_pages)]

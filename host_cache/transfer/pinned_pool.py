@@ -1,0 +1,109 @@
+"""The host tier's memory: one NumPy array per layer and shard, registered with the device for direct copies."""
+
+import logging
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import psutil
+
+from host_cache.errors import TransferError
+
+logger = logging.getLogger(__name__)
+PIECE_BYTES = 1 << 30
+"""Memory is touched and reported in pieces of this size, so that a large pool shows progress."""
+
+
+def register_pinned(array: np.ndarray, device: jax.Device) -> bool:
+    """Register an array's memory with a device, so that copies go at the link's full rate.
+
+    The array must outlive the process's use of it. (Measured on an H200: 52 GB/s from registered memory,
+    5.5 GB/s from pageable memory.)
+
+    Returns:
+        False on backends without such a call, a CPU for one; copies work all the same.
+
+    Raises:
+        TransferError: the device refuses the memory.
+    """
+    if device.platform == "cpu":
+        return False
+    try:
+        device.client.dma_map(array.ctypes.data, array.nbytes)
+    except Exception as error:
+        raise TransferError(f"host memory: the device refuses to pin {array.nbytes} bytes: {error}") from error
+    return True
+
+
+def unregister_pinned(array: np.ndarray, device: jax.Device) -> None:
+    """Undo `register_pinned`, before the array's memory is freed."""
+    if device.platform != "cpu":
+        device.client.dma_unmap(array.ctypes.data)
+
+
+class PinnedPool:
+    """Host pages of all layers.
+
+    `layers[layer][shard]` is [num_pages, *page_shape]: a page of one layer and shard is one run of bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_shape: tuple[int, ...],
+        dtype: np.dtype,
+        devices: list[jax.Device],
+        check_memory: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Allocate and register the whole pool.
+
+        Args:
+            num_layers: layers of the model.
+            num_pages: pages of the host tier.
+            page_shape: shape of a page of one layer on one shard.
+            dtype: dtype of the KV.
+            devices: one per shard.
+            check_memory: refuse a pool larger than the memory that is available now. Turn off on machines
+                whose memory grows as it is used.
+            progress: called with (bytes done, bytes in all).
+
+        Raises:
+            TransferError: the machine can't give that much memory.
+        """
+        self.num_pages = num_pages
+        layer_bytes = num_pages * int(np.prod(page_shape)) * np.dtype(dtype).itemsize
+        total = layer_bytes * num_layers * len(devices)
+        available = psutil.virtual_memory().available
+        if check_memory and total > available:
+            raise TransferError(
+                f"host tier: {num_pages} pages need {total / 1e9:.1f} GB of memory, "
+                f"{available / 1e9:.1f} GB are available: ask for fewer pages"
+            )
+        self.layers: list[list[np.ndarray]] = []
+        done = 0
+        for _ in range(num_layers):
+            shards = []
+            for device in devices:
+                array = self._allocate((num_pages, *page_shape), dtype)
+                if array.nbytes:
+                    register_pinned(array, device)
+                shards.append(array)
+                done += array.nbytes
+                if progress is not None:
+                    progress(done, total)
+            self.layers.append(shards)
+        logger.info("host tier: %d pages, %.2f GB", num_pages, total / 1e9)
+
+    @staticmethod
+    def _allocate(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        try:
+            array = np.empty(shape, dtype)
+        except MemoryError as error:
+            raise TransferError(f"host tier: no memory for an array of shape {shape}") from error
+        flat = array.reshape(-1).view(np.uint8)
+        for start in range(0, flat.size, PIECE_BYTES):
+            flat[start : start + PIECE_BYTES : 4096] = 0  # touch each page, so that memory is really there
+        return array

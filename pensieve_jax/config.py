@@ -1,0 +1,67 @@
+"""The configuration of an engine: one tree of values, each part with its own part."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from host_cache.config import CHUNK_TOKENS, RUNNING_RESERVE, SWAP_OUT_BELOW
+from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.scheduler.scheduler import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """Sizes of the tiers and who leaves them."""
+
+    device_pages: int | None = None
+    """Pages in device memory. None: what is free after the weights, less a margin; on a CPU 1 GiB."""
+    host_pages: int | None = None
+    """Pages in pinned host memory; 0 keeps to the device alone. None: four times the device pages on a
+    CPU, as many as fit half of the free memory on a GPU machine."""
+    page_tokens: int = CHUNK_TOKENS
+    """Tokens of a page, hence of a chunk."""
+    policy: Literal["retention-value", "lru"] = "retention-value"
+    """Who leaves first."""
+    swap_out_below: float = SWAP_OUT_BELOW
+    """Copy chunks to the host ahead of time under this share of free device pages."""
+    running_reserve: float = RUNNING_RESERVE
+    """Share of device pages that newcomers leave to running turns."""
+    keep_state: bool = True
+    """Keep KV between turns. False computes the whole history at every turn, as stateless servers do."""
+    check_host_memory: bool = True
+    """Refuse a host tier larger than the memory that is available at the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine can be told. The defaults serve."""
+
+    tiers: TierConfig = field(default_factory=TierConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    max_context_tokens: int | None = None
+    """Longest conversation in tokens. None: the model's limit."""
+    on_busy: Literal["wait", "refuse"] = "wait"
+    """A second turn of a conversation that has an unfinished one: it waits, or it is refused."""
+    execution: Literal["auto", "layered", "resident"] = "auto"
+    """How steps without swap-ins run: layer by layer, in one call, or the better for the platform."""
+    log_path: Path | None = None
+    """SQLite file that holds the conversations. None: they are lost with the process."""
+    seed: int = 0
+    """Draws the seeds of turns that come without one."""
+    background: bool = True
+    """Run steps in a thread of the engine. False: whoever waits for a turn runs the steps."""
+    paranoid: bool = False
+    """After every step check the cache's books and fill freed pages with NaN. Slow; for finding faults."""
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, value: object, expected: str) -> None:
+            if not ok:
+                raise InvalidArgumentError(f"{name}: got {value!r}, expected {expected}")
+
+        check(self.on_busy in ("wait", "refuse"), "on_busy", self.on_busy, "'wait' or 'refuse'")
+        ways = ("auto", "layered", "resident")
+        check(self.execution in ways, "execution", self.execution, " or ".join(map(repr, ways)))
+        policies = ("retention-value", "lru")
+        check(self.tiers.policy in policies, "policy", self.tiers.policy, " or ".join(map(repr, policies)))
+        limit = self.max_context_tokens
+        check(limit is None or limit >= 2, "max_context_tokens", limit, "None or at least 2")

@@ -1,0 +1,186 @@
+"""Putting an engine's parts together: sizes of the tiers, policy, worker; and opening checkpoints."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from host_cache.config import CacheConfig
+from host_cache.cost_model import analytic_cost
+from host_cache.policies import EvictionPolicy, Lru, RetentionValue
+from host_cache.transfer import PageMover, PinnedPool
+from pensieve_jax.config import EngineConfig, TierConfig
+from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.engine.inputs import InputEncoder
+from pensieve_jax.models import checkpoint_fingerprint, load_model, load_tokenizer
+from pensieve_jax.models.end_tokens import end_token_ids
+from pensieve_jax.models.interface import ModelSpec, ServableModel
+from pensieve_jax.parallel import make_mesh
+from pensieve_jax.worker.batch import BatchShapes
+from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
+from pensieve_jax.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+CPU_POOL_BYTES = 1 << 30
+"""Device pool on a CPU unless a size is given."""
+CPU_HOST_PAGES_PER_DEVICE_PAGE = 4
+"""Host pages on a CPU unless a size is given."""
+DEVICE_MEMORY_SHARE = 0.85
+"""Share of the device memory that is free after the weights which the pool takes; the rest is workspace."""
+HOST_MEMORY_SHARE = 0.5
+"""Share of the free host memory that the host tier takes unless a size is given."""
+NOMINAL_FLOPS_PER_S = 1e14
+"""Scales all costs of the analytic cost model alike, so it changes no order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheckpoint:
+    """A checkpoint in memory."""
+
+    model: ServableModel
+    tokenizer: Any | None
+    end_token_ids: tuple[int, ...]
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine is put together from."""
+
+    cache_config: CacheConfig
+    policy: EvictionPolicy
+    encoder: InputEncoder
+    runner: ModelRunner
+    mover: PageMover | None
+    worker: Worker
+
+    def close(self) -> None:
+        """Wait for copies under way and give pinned memory back."""
+        if self.mover is not None:
+            self.mover.close()
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    dtype: str | None,
+    num_shards: int,
+    progress: Callable[[int, int], None] | None,
+) -> LoadedCheckpoint:
+    """Load weights, tokenizer and end tokens; see `Engine.from_checkpoint`."""
+    mesh = make_mesh(num_shards) if num_shards > 1 else None
+    model = load_model(path, dtype=dtype, mesh=mesh, progress=progress)
+    tokenizer = load_tokenizer(path)
+    return LoadedCheckpoint(
+        model=model,
+        tokenizer=tokenizer,
+        end_token_ids=end_token_ids(path, tokenizer),
+        fingerprint=checkpoint_fingerprint(path),
+    )
+
+
+def build_parts(
+    model: ServableModel, tokenizer: Any | None, config: EngineConfig, num_shards: int
+) -> EngineParts:
+    """Size the tiers and build everything that stands on a model.
+
+    Raises:
+        InvalidArgumentError: the model doesn't divide over the shards, or a size is out of range.
+        TransferError: the host can't give the memory of its tier.
+    """
+    mesh = make_mesh(num_shards)
+    spec = model.spec
+    cache_config = tier_sizes(spec, config.tiers, mesh.devices.flat[0], num_shards)
+    page_tokens = cache_config.page_tokens
+    max_context = min(config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens)
+    runner = ModelRunner(model, num_pages=cache_config.device_pages, page_tokens=page_tokens, mesh=mesh)
+    mover = None
+    if cache_config.host_pages:
+        pool = PinnedPool(
+            num_layers=spec.num_layers,
+            num_pages=cache_config.host_pages,
+            page_shape=(2, spec.num_kv_heads // num_shards, page_tokens, spec.head_dim),
+            dtype=spec.dtype,
+            devices=list(mesh.devices.flat),
+            check_memory=config.tiers.check_host_memory,
+        )
+        mover = PageMover(pool, NamedSharding(mesh, KV_SPEC))
+    shapes = BatchShapes(
+        num_pages=cache_config.device_pages,
+        page_tokens=page_tokens,
+        max_rows=config.scheduler.max_rows,
+        max_pages=min(cache_config.pages_for(max_context), cache_config.device_pages),
+    )
+    logger.info("device tier: %d pages, host tier: %d", cache_config.device_pages, cache_config.host_pages)
+    return EngineParts(
+        cache_config=cache_config,
+        policy=make_policy(config.tiers, model),
+        encoder=InputEncoder(tokenizer, spec.vocab_size),
+        runner=runner,
+        mover=mover,
+        worker=Worker(runner, mover, shapes, config.execution),
+    )
+
+
+def make_policy(tiers: TierConfig, model: ServableModel) -> EvictionPolicy:
+    """The policy that the configuration names."""
+    if tiers.policy == "lru":
+        return Lru()
+    spec = model.spec
+    layers = jax.tree.leaves(nnx.state(model.layers))
+    cost = analytic_cost(
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        head_dim=spec.head_dim,
+        num_parameters=sum(leaf.size for leaf in layers),
+        chunk_tokens=tiers.page_tokens,
+        max_context_tokens=spec.max_context_tokens,
+        flops_per_s=NOMINAL_FLOPS_PER_S,
+    )
+    return RetentionValue(cost)
+
+
+def tier_sizes(spec: ModelSpec, tiers: TierConfig, device: jax.Device, num_shards: int) -> CacheConfig:
+    """The sizes of both tiers, given or from what the machine has.
+
+    Raises:
+        InvalidArgumentError: a size is out of range, or no memory is left for the device pool.
+    """
+    heads = spec.num_kv_heads // num_shards
+    page_bytes = 2 * spec.num_layers * heads * tiers.page_tokens * spec.head_dim * np.dtype(spec.dtype).itemsize
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    device_pages = tiers.device_pages
+    if device_pages is None:
+        free = CPU_POOL_BYTES
+        if stats is not None:
+            free = int((stats["bytes_limit"] - stats["bytes_in_use"]) * DEVICE_MEMORY_SHARE)
+        device_pages = free // page_bytes
+        if device_pages < 1:
+            raise InvalidArgumentError(
+                f"device_pages: {free / 1e9:.2f} GB are free on the device, a page needs {page_bytes / 1e9:.3f} GB"
+            )
+    host_pages = tiers.host_pages
+    if host_pages is None:
+        host_pages = CPU_HOST_PAGES_PER_DEVICE_PAGE * device_pages
+        most = int(psutil.virtual_memory().available * HOST_MEMORY_SHARE) // (page_bytes * num_shards)
+        host_pages = min(host_pages, most) if stats is None else most
+    if not tiers.keep_state:
+        host_pages = 0
+    try:
+        return CacheConfig(
+            device_pages=device_pages,
+            host_pages=host_pages,
+            page_tokens=tiers.page_tokens,
+            swap_out_below=tiers.swap_out_below,
+            running_reserve=tiers.running_reserve,
+            keep_finished=tiers.keep_state,
+        )
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from error

@@ -1,0 +1,81 @@
+"""A conversation as its user holds it."""
+
+from typing import TYPE_CHECKING, Literal, overload
+
+import numpy as np
+
+from pensieve_jax.core.types import SamplingParams
+from pensieve_jax.engine.inputs import TurnInput
+from pensieve_jax.engine.turn import Turn, TurnResult
+
+if TYPE_CHECKING:
+    from pensieve_jax.engine.engine import Engine
+
+
+class Conversation:
+    """Handle of one conversation. The engine's log holds the conversation; handles may come and go."""
+
+    def __init__(self, engine: "Engine", conversation_id: str) -> None:
+        """Not to be called directly: see `Engine.conversation`."""
+        self._engine = engine
+        self.id = conversation_id
+
+    @overload
+    def send(
+        self, given: TurnInput, params: SamplingParams | None = None, *, stream: Literal[False] = False
+    ) -> TurnResult: ...
+
+    @overload
+    def send(
+        self, given: TurnInput, params: SamplingParams | None = None, *, stream: Literal[True]
+    ) -> Turn: ...
+
+    def send(
+        self, given: TurnInput, params: SamplingParams | None = None, *, stream: bool = False
+    ) -> TurnResult | Turn:
+        """Add a turn: only what is new, never the history.
+
+        Args:
+            given: the user's text, messages, or token ids.
+            params: how to choose tokens and when to stop; None: greedy until an end token.
+            stream: give the turn back at once, to be iterated with `for` or `async for`.
+
+        Returns:
+            the result, or with `stream` the turn.
+
+        Raises:
+            PensieveError: see `Engine.submit`; nothing has changed then.
+        """
+        turn = self._engine.submit(self.id, given, params)
+        if stream:
+            return turn
+        try:
+            return turn.result()
+        finally:
+            turn.cancel()  # of a caller that was interrupted while he waited
+
+    async def asend(self, given: TurnInput, params: SamplingParams | None = None) -> TurnResult:
+        """As `send`, for asyncio. A cancelled task cancels the turn."""
+        return await self._engine.submit(self.id, given, params)
+
+    def fork(self, new_id: str | None = None, *, num_turns: int | None = None) -> "Conversation":
+        """Begin a new conversation with this one's first turns; see `Engine.fork`."""
+        return self._engine.fork(self.id, new_id, num_turns=num_turns)
+
+    def rewind(self, *, num_turns: int) -> None:
+        """Go back to the end of an earlier turn; see `Engine.rewind`."""
+        self._engine.rewind(self.id, num_turns=num_turns)
+
+    def delete(self) -> None:
+        """Forget the conversation; see `Engine.delete`."""
+        self._engine.delete(self.id)
+
+    @property
+    def num_turns(self) -> int:
+        """Finished turns."""
+        return self._engine.num_turns(self.id)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """i32[n]: all tokens of the finished turns."""
+        return self._engine.token_ids(self.id)

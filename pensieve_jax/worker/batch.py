@@ -1,0 +1,111 @@
+"""From a step plan's rows to arrays of a few fixed shapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+from pallas_kernels.multi_token_attention import AttentionPlan, plan_attention
+from pensieve_jax.core.plans import Row, SampleRequest
+
+SMALLEST_PREFILL = 16
+"""Tokens of the smallest padded batch that is not all decode rows."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["token_ids", "positions", "write_pages", "write_slots", "attention", "sample_tokens"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchArrays:
+    """A padded batch. Padding tokens write nowhere and belong to no row."""
+
+    token_ids: jax.Array | np.ndarray
+    """i32[num_tokens]."""
+    positions: jax.Array | np.ndarray
+    """i32[num_tokens]: absolute positions."""
+    write_pages: jax.Array | np.ndarray
+    """i32[num_tokens]: the device page of each token's KV; the pool's size for padding."""
+    write_slots: jax.Array | np.ndarray
+    """i32[num_tokens]: the place in that page."""
+    attention: AttentionPlan
+    sample_tokens: jax.Array | np.ndarray
+    """i32[num_samples]: the token after which each sampling row's next token is chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShapes:
+    """The limits that fix the padded shapes."""
+
+    num_pages: int
+    """Pages of the device pool."""
+    page_tokens: int
+    max_rows: int
+    """Rows of a batch at most."""
+    max_pages: int
+    """Pages of one row at most."""
+
+
+def bucket(n: int, smallest: int = 1) -> int:
+    """The next power of two, at least `smallest`: few shapes, hence few compilations."""
+    return max(smallest, 1 << (n - 1).bit_length()) if n > 0 else smallest
+
+
+def pack(rows: Sequence[Row], shapes: BatchShapes) -> tuple[BatchArrays, list[tuple[int, SampleRequest]]]:
+    """Lay out the rows of a step.
+
+    A batch of decode rows is padded to a power of two of tokens and as many rows; any other to a power
+    of two of tokens and `max_rows` rows, so that the number of shapes is logarithmic.
+
+    Args:
+        rows: at least one, at most `shapes.max_rows`.
+        shapes: the limits.
+
+    Returns:
+        the arrays, and (request id, how to choose) for each entry of `sample_tokens` that isn't padding.
+    """
+    q_lens = [len(row.token_ids) for row in rows]
+    total = sum(q_lens)
+    if total == len(rows):
+        num_tokens = num_rows = bucket(total)
+    else:
+        num_tokens, num_rows = bucket(total, SMALLEST_PREFILL), shapes.max_rows
+    token_ids = np.zeros(num_tokens, np.int32)
+    positions = np.zeros(num_tokens, np.int32)
+    write_pages = np.full(num_tokens, shapes.num_pages, np.int32)
+    write_slots = np.zeros(num_tokens, np.int32)
+    samples: list[tuple[int, SampleRequest]] = []
+    sample_tokens: list[int] = []
+    at = 0
+    for row, q_len in zip(rows, q_lens, strict=True):
+        here = slice(at, at + q_len)
+        where = np.arange(row.start, row.start + q_len)
+        token_ids[here] = row.token_ids
+        positions[here] = where
+        write_pages[here] = row.page_ids[where // shapes.page_tokens]
+        write_slots[here] = where % shapes.page_tokens
+        at += q_len
+        if row.sample is not None:
+            samples.append((row.request_id, row.sample))
+            sample_tokens.append(at - 1)
+    padded_samples = np.zeros(bucket(len(samples)), np.int32)
+    padded_samples[: len(samples)] = sample_tokens
+    arrays = BatchArrays(
+        token_ids=token_ids,
+        positions=positions,
+        write_pages=write_pages,
+        write_slots=write_slots,
+        attention=plan_attention(
+            q_lens=q_lens,
+            kv_lens=[row.kv_len for row in rows],
+            pages=[row.page_ids for row in rows],
+            max_rows=num_rows,
+            max_pages=shapes.max_pages,
+            max_tokens=num_tokens,
+        ),
+        sample_tokens=padded_samples,
+    )
+    return arrays, samples
