@@ -8,7 +8,7 @@ DEMO_ARGS ?=
 # cpu, cuda12 or cuda13; stays what it was when not given.
 ACCELERATOR ?=
 
-.PHONY: help setup test test-gpu lint format docs assets demo clean
+.PHONY: help setup test test-gpu lint style types imports format docs assets demo clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -17,22 +17,27 @@ help: ## list the targets
 setup: ## make or repair .venv with the pinned packages
 	@scripts/setup.sh $(ACCELERATOR)
 
-test: setup ## run the tests that need no GPU and are not slow
+test: assets ## run the tests that need no GPU and are not slow
 	@echo "test: running the tests in parallel"
 	@$(PY) -m pytest -n logical --maxprocesses $(TEST_PROCESSES) $(PYTEST_ARGS)
 
-test-gpu: setup ## run the tests that need one GPU
+test-gpu: assets ## run the tests that need one GPU
 	@echo "test-gpu: running the tests marked gpu"
 	@$(PY) -m pytest -m "gpu and not slow" $(PYTEST_ARGS)
 
-lint: setup ## check style, format, types and import rules
-	@echo "lint: ruff check"
+lint: style types imports ## check style, format, types and import rules
+
+style: setup
+	@echo "style: ruff check, ruff format"
 	@$(PY) -m ruff check .
-	@echo "lint: ruff format"
 	@$(PY) -m ruff format --check .
-	@echo "lint: pyright"
+
+types: setup
+	@echo "types: pyright"
 	@$(PY) -m pyright
-	@echo "lint: import rules"
+
+imports: setup
+	@echo "imports: who may import whom"
 	@.venv/bin/lint-imports --no-cache --no-logo
 
 format: setup ## write the format and the safe fixes
@@ -45,11 +50,10 @@ docs: setup ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "docs: open site/index.html"
 
-assets: setup ## fetch the demo's model and conversations into .assets/
-	@$(PY) -m pensieve_jax.assets .assets
+assets: setup ## fetch a small model and conversations into .assets/; going on without them is possible
+	@$(PY) -m pensieve_jax.assets .assets || echo "assets: going on without what is missing"
 
-demo: setup ## serve real conversations with and without kept state, and compare
-	@$(PY) -m pensieve_jax.assets .assets || echo "demo: going on without the missing assets"
+demo: assets ## serve real conversations with and without kept state, and compare
 	@echo "demo: serving the conversations"
 	@.venv/bin/pensieve demo $(DEMO_ARGS)
 
