@@ -11,19 +11,74 @@ from typing import Any
 from pensieve_jax.core.errors import CheckpointError, UnsupportedModelError
 
 HARMLESS_FIELDS = frozenset(
-    """
-    architectures attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens
-    bos_token_id chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dropout dtype
-    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout id2label init_std
-    initializer_range is_llama_config label2id layerdrop length_penalty max_length min_length model_type
-    name_or_path no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_past pad_token_id prefix pretraining_tp problem_type remove_invalid_values
-    repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id suppress_tokens
-    task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version
-    use_cache use_return_dict
-    """.split()
+    {
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "dropout",
+        "dtype",
+        "early_stopping",
+        "embd_pdrop",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
+        "hidden_dropout",
+        "id2label",
+        "init_std",
+        "initializer_range",
+        "is_llama_config",
+        "label2id",
+        "layerdrop",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "model_type",
+        "name_or_path",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "resid_pdrop",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "typical_p",
+        "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+        "use_return_dict",
+    }
 )
 """Fields about training, generation defaults or bookkeeping. `pretraining_tp` only orders a sum."""
 

@@ -120,8 +120,9 @@ def _sliding_windows(fields: ConfigFields, model_type: str, num_layers: int) -> 
     elif model_type == "mistral":
         window, first_sliding = fields.optional_integer("sliding_window", 4096), 0
     else:
-        window, first_sliding = fields.optional_integer("sliding_window", 4096), fields.value(
-            "max_window_layers", 28
+        window, first_sliding = (
+            fields.optional_integer("sliding_window", 4096),
+            fields.value("max_window_layers", 28),
         )
         if not fields.flag("use_sliding_window", False):
             window = None

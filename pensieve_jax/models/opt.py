@@ -102,9 +102,7 @@ class OptEmbedding(nnx.Module):
         self.project_in = (
             None
             if config.embedding_size == spec.hidden_size
-            else Linear(
-                config.embedding_size, spec.hidden_size, use_bias=False, dtype=spec.dtype, rngs=rngs
-            )
+            else Linear(config.embedding_size, spec.hidden_size, use_bias=False, dtype=spec.dtype, rngs=rngs)
         )
 
     def __call__(self, token_ids: jax.Array, context: LayerContext) -> jax.Array:
@@ -124,9 +122,7 @@ class OptHead(nnx.Module):
         self.project_out = (
             None
             if config.embedding_size == spec.hidden_size
-            else Linear(
-                spec.hidden_size, config.embedding_size, use_bias=False, dtype=spec.dtype, rngs=rngs
-            )
+            else Linear(spec.hidden_size, config.embedding_size, use_bias=False, dtype=spec.dtype, rngs=rngs)
         )
         self.lm_head = lm_head
 

@@ -58,8 +58,8 @@ PARTITION_RULES: tuple[PartitionRule, ...] = (
 """The split of every parameter of the models in `pensieve_jax.models`."""
 
 
-def make_mesh(num_shards: int, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A one-axis mesh (`TENSOR_AXIS`) over the first `num_shards` devices.
+def make_mesh(num_shards: int, *, devices: Sequence[Any] | None = None) -> Mesh:
+    """A one-axis mesh (`TENSOR_AXIS`) over the first `num_shards` of `devices`, by default all of JAX's.
 
     Raises:
         InvalidArgumentError: `num_shards` is not between 1 and the number of devices.
@@ -118,7 +118,9 @@ def partition_specs(state: Any, *, num_shards: int, rules: Sequence[PartitionRul
 
 def _checked_spec(rule: PartitionRule, name: str, shape: tuple[int, ...], num_shards: int) -> P:
     if len(rule.spec) > len(shape):
-        raise InvalidArgumentError(f"parameter {name} of shape {shape}: its rule splits {len(rule.spec)} axes")
+        raise InvalidArgumentError(
+            f"parameter {name} of shape {shape}: its rule is for {len(rule.spec)} axes"
+        )
     uneven = [axis for axis, split in enumerate(rule.spec) if split is not None and shape[axis] % num_shards]
     if not uneven:
         return rule.spec
