@@ -10,12 +10,10 @@ import jax
 import numpy as np
 import psutil
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from host_cache.config import CacheConfig
 from host_cache.cost_model import analytic_cost
 from host_cache.policies import EvictionPolicy, Lru, RetentionValue
-from host_cache.transfer import PageMover, PinnedPool
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.engine.inputs import InputEncoder
@@ -24,8 +22,7 @@ from pensieve_jax.models.end_tokens import end_token_ids
 from pensieve_jax.models.interface import ModelSpec, ServableModel
 from pensieve_jax.parallel import make_mesh
 from pensieve_jax.worker.batch import BatchShapes
-from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
-from pensieve_jax.worker.worker import Worker
+from pensieve_jax.worker.worker import Worker, build_worker
 
 logger = logging.getLogger(__name__)
 CPU_POOL_BYTES = 1 << 30
@@ -57,14 +54,7 @@ class EngineParts:
     cache_config: CacheConfig
     policy: EvictionPolicy
     encoder: InputEncoder
-    runner: ModelRunner
-    mover: PageMover | None
     worker: Worker
-
-    def close(self) -> None:
-        """Wait for copies under way and give pinned memory back."""
-        if self.mover is not None:
-            self.mover.close()
 
 
 def open_checkpoint(
@@ -98,34 +88,27 @@ def build_parts(
     mesh = make_mesh(num_shards)
     spec = model.spec
     cache_config = tier_sizes(spec, config.tiers, mesh.devices.flat[0], num_shards)
-    page_tokens = cache_config.page_tokens
     max_context = min(config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens)
-    runner = ModelRunner(model, num_pages=cache_config.device_pages, page_tokens=page_tokens, mesh=mesh)
-    mover = None
-    if cache_config.host_pages:
-        pool = PinnedPool(
-            num_layers=spec.num_layers,
-            num_pages=cache_config.host_pages,
-            page_shape=(2, spec.num_kv_heads // num_shards, page_tokens, spec.head_dim),
-            dtype=spec.dtype,
-            devices=list(mesh.devices.flat),
-            check_memory=config.tiers.check_host_memory,
-        )
-        mover = PageMover(pool, NamedSharding(mesh, KV_SPEC))
     shapes = BatchShapes(
         num_pages=cache_config.device_pages,
-        page_tokens=page_tokens,
+        page_tokens=cache_config.page_tokens,
         max_rows=config.scheduler.max_rows,
         max_pages=min(cache_config.pages_for(max_context), cache_config.device_pages),
+    )
+    worker = build_worker(
+        model,
+        shapes=shapes,
+        host_pages=cache_config.host_pages,
+        mesh=mesh,
+        execution=config.execution,
+        check_host_memory=config.tiers.check_host_memory,
     )
     logger.info("device tier: %d pages, host tier: %d", cache_config.device_pages, cache_config.host_pages)
     return EngineParts(
         cache_config=cache_config,
         policy=make_policy(config.tiers, model),
         encoder=InputEncoder(tokenizer, spec.vocab_size),
-        runner=runner,
-        mover=mover,
-        worker=Worker(runner, mover, shapes, config.execution),
+        worker=worker,
     )
 
 

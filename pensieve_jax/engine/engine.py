@@ -357,7 +357,7 @@ class Engine:
         with self._turnstile:
             if self._scheduler.has_work:
                 raise ConversationBusyError("set_weights: turns are unfinished")
-            self._parts.runner.set_weights(model)
+            self._parts.worker.set_weights(model)
             self.settle()
             self._cache.clear()
 
@@ -397,7 +397,7 @@ class Engine:
         self._wake()
         if self._loop is not None:
             self._loop.join()
-        self._parts.close()
+        self._parts.worker.close()
         self._log.close()
 
     def __enter__(self) -> "Engine":

@@ -63,6 +63,7 @@ class ModelRunner:
         self._layer = jax.jit(self._layer_step, donate_argnames="kv", **static)
         self._head = jax.jit(self._head_step, **static)
         self._whole = jax.jit(self._whole_step, donate_argnames="pools", **static)
+        self._scatter = jax.jit(scatter_pages, donate_argnums=0)
         self._gather = jax.jit(lambda pools, pages: [gather_pages(pool, pages) for pool in pools])
         self._fill = jax.jit(
             lambda pools, pages, value: [pool.at[pages].set(value, mode="drop") for pool in pools],
@@ -118,17 +119,16 @@ class ModelRunner:
         for layer in range(self.spec.num_layers):
             while stage_in is not None and len(staged) <= min(layer + LOOK_AHEAD, self.spec.num_layers - 1):
                 staged.append(stage_in(len(staged)))
+            if staged:
+                self._pools[layer] = self._scatter(self._pools[layer], staged[layer], pages)
+                staged[layer] = None  # its memory is free once the pages are in the pool
             x, self._pools[layer] = self._layer(
                 graphs=graphs[layer + 1],
                 state=states[layer + 1],
                 x=x,
                 kv=self._pools[layer],
                 batch=batch,
-                staged=staged[layer] if staged else None,
-                pages=pages if staged else None,
             )
-            if staged:
-                staged[layer] = None  # its memory is free once the layer has run
         return self._head(graphs=graphs[-1], state=states[-1], x=x, batch=batch, sampling=sampling)
 
     def gather(self, pages: np.ndarray) -> list[jax.Array]:
@@ -171,12 +171,8 @@ class ModelRunner:
         x: jax.Array,
         kv: jax.Array,
         batch: BatchArrays,
-        staged: jax.Array | None = None,
-        pages: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """The one layer function of both ways."""
-        if staged is not None and pages is not None:
-            kv = scatter_pages(kv, staged, pages)
 
         def layer(state: Any, x: jax.Array, kv: jax.Array, batch: BatchArrays) -> tuple[jax.Array, jax.Array]:
             context = PagedContext(kv, batch, self._axis)

@@ -6,14 +6,16 @@ from typing import Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from host_cache.errors import TransferError
 from host_cache.plan import PageCopy
-from host_cache.transfer import PageMover
+from host_cache.transfer import PageMover, PinnedPool
 from pensieve_jax.core.plans import StepPlan, StepResult
 from pensieve_jax.core.types import SampledToken
+from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.worker.batch import BatchShapes, bucket, pack
-from pensieve_jax.worker.runner import ModelRunner
+from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
 from pensieve_jax.worker.sampling import sampling_arrays, to_sampled_tokens
 
 type Execution = Literal["auto", "layered", "resident"]
@@ -70,8 +72,24 @@ class Worker:
         )
 
     def reset(self) -> None:
-        """Start over with an empty pool, after `execute` has raised."""
+        """Start over with an empty pool, after `execute` has raised. Copies under way come to nothing."""
+        if self._mover is not None:
+            self._mover.ended(wait=True)
         self._runner.reset_pool()
+
+    def set_weights(self, model: ServableModel) -> None:
+        """Use other weights of the same structure from the next step on. What both tiers hold is stale then.
+
+        Raises:
+            ValueError: the model has other dimensions.
+        """
+        self._runner.set_weights(model)
+
+    def close(self) -> None:
+        """Wait for copies under way and give pinned memory back."""
+        if self._mover is not None:
+            self._mover.ended(wait=True)
+            self._mover.close()
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill device pages with NaN: whoever reads them from now on gives himself away."""
@@ -108,3 +126,42 @@ class Worker:
         padded = np.full(bucket(len(pages)), self._shapes.num_pages, np.int32)
         padded[: len(pages)] = pages
         return padded
+
+
+def build_worker(
+    model: ServableModel,
+    *,
+    shapes: BatchShapes,
+    host_pages: int,
+    mesh: Mesh,
+    execution: Execution,
+    check_host_memory: bool,
+) -> Worker:
+    """Allocate both tiers' memory and build the worker that owns it.
+
+    Args:
+        model: what to run.
+        shapes: sizes of the device pool and limits of a batch.
+        host_pages: pages of the host tier; 0 for none.
+        mesh: the devices to spread over.
+        execution: how steps without swap-ins run.
+        check_host_memory: refuse a host tier larger than the memory that is available.
+
+    Raises:
+        InvalidArgumentError: the model doesn't divide over the mesh.
+        TransferError: the host can't give the memory.
+    """
+    spec = model.spec
+    runner = ModelRunner(model, num_pages=shapes.num_pages, page_tokens=shapes.page_tokens, mesh=mesh)
+    mover = None
+    if host_pages:
+        pool = PinnedPool(
+            num_layers=spec.num_layers,
+            num_pages=host_pages,
+            page_shape=(2, spec.num_kv_heads // mesh.devices.size, shapes.page_tokens, spec.head_dim),
+            dtype=spec.dtype,
+            devices=list(mesh.devices.flat),
+            check_memory=check_host_memory,
+        )
+        mover = PageMover(pool, NamedSharding(mesh, KV_SPEC))
+    return Worker(runner, mover, shapes, execution)

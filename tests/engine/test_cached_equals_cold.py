@@ -1,0 +1,192 @@
+"""Whatever happens to the cache, greedy answers equal those of a fresh computation."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pensieve_jax.config import EngineConfig, TierConfig
+from pensieve_jax.core.types import FinishReason, SamplingParams
+from pensieve_jax.engine import Engine
+from pensieve_jax.scheduler.scheduler import SchedulerConfig
+from tests.tiny import VOCAB, TinyModel, assert_greedy
+
+POOLS = {
+    "smallest": (4, 3),  # 128 tokens: one conversation at a time
+    "device-only": (12, 0),
+    "tight-host": (12, 7),
+    "roomy": (30, 40),
+}
+
+
+class Driver:
+    """Performs random operations on an engine and checks every answer that comes out."""
+
+    def __init__(self, model, pool, policy="retention-value", execution="auto"):
+        device_pages, host_pages = POOLS[pool]
+        self.model = model
+        self.limit = device_pages * 32
+        config = EngineConfig(
+            tiers=TierConfig(device_pages=device_pages, host_pages=host_pages, policy=policy),
+            scheduler=SchedulerConfig(step_tokens=96, max_rows=6),
+            execution=execution,
+            background=False,
+            paranoid=True,
+        )
+        self.engine = Engine(model, config=config)
+        self.log = {}  # conversation id -> list of turns, each a list of token ids
+        self.pending = {}  # turn -> tokens given
+        self.cancels = self.forks = self.rewinds = 0
+
+    def tokens(self, conversation):
+        return [t for turn in self.log[conversation] for t in turn]
+
+    def idle(self):
+        busy = {turn.conversation_id for turn in self.pending}
+        return sorted(c for c in self.log if c not in busy)
+
+    def submit(self, rng):
+        idle = self.idle()
+        if idle and rng.random() < 0.7:
+            conversation = rng.choice(idle)
+        else:
+            conversation = self.engine.conversation(f"c{len(self.log)}-{rng.random()}").id
+            self.log[conversation] = []
+        room = self.limit - len(self.tokens(conversation))
+        if room < 4:
+            return
+        new = min(rng.choice([1, 2, 31, 32, 33, 64, rng.randint(1, 300)]), room - 2)
+        output = rng.randint(1, min(60, room - new))
+        given_ids = [rng.randrange(VOCAB) for _ in range(new)]
+        turn = self.engine.submit(conversation, given_ids, SamplingParams(max_tokens=output))
+        self.pending[turn] = given_ids
+
+    def step(self, count):
+        for _ in range(count):
+            self.engine.step()
+            self.collect()
+
+    def collect(self):
+        for turn in [t for t in self.pending if t.done]:
+            given_ids = self.pending.pop(turn)
+            result = turn.result()
+            assert result.finish_reason is FinishReason.LENGTH
+            history = self.tokens(turn.conversation_id)
+            assert_greedy(self.model, history + given_ids, result.token_ids)
+            self.log[turn.conversation_id].append([*given_ids, *result.token_ids])
+            receipt = result.receipt
+            cached = receipt.tokens_from_device + receipt.tokens_from_host + receipt.tokens_recomputed
+            assert receipt.tokens_new + cached == len(history) + len(given_ids)
+            assert receipt.tokens_output == len(result.token_ids)
+
+    def cancel(self, rng):
+        if self.pending:
+            turn = rng.choice(sorted(self.pending, key=lambda t: t.conversation_id))
+            del self.pending[turn]
+            turn.cancel()
+            assert turn.result().finish_reason is FinishReason.CANCELLED
+            assert self.engine.token_ids(turn.conversation_id).tolist() == self.tokens(turn.conversation_id)
+            self.cancels += 1
+
+    def fork(self, rng):
+        if self.log:
+            source = rng.choice(sorted(self.log))
+            turns = rng.randint(0, len(self.log[source]))
+            new = self.engine.fork(source, num_turns=turns).id
+            self.log[new] = [list(turn) for turn in self.log[source][:turns]]
+            self.forks += 1
+
+    def rewind(self, rng):
+        idle = self.idle()
+        if idle:
+            conversation = rng.choice(idle)
+            turns = rng.randint(0, len(self.log[conversation]))
+            self.engine.rewind(conversation, num_turns=turns)
+            del self.log[conversation][turns:]
+            self.rewinds += 1
+
+    def delete(self, rng):
+        idle = self.idle()
+        if len(idle) > 3:
+            conversation = rng.choice(idle)
+            self.engine.delete(conversation)
+            del self.log[conversation]
+
+    def drain(self):
+        while self.engine.step():
+            self.collect()
+        assert not self.pending
+        self.engine.settle()
+        self.engine.check_integrity()
+
+    def clear(self):
+        for conversation in self.log:
+            self.engine.delete(conversation)
+        self.log = {}
+
+    def play(self, rng, length):
+        operations = ["submit"] * 6 + ["step"] * 6 + ["cancel", "fork", "rewind", "delete", "settle"]
+        for _ in range(length):
+            match rng.choice(operations):
+                case "step":
+                    self.step(rng.randint(1, 12))
+                case "settle":
+                    self.engine.settle()
+                case name:
+                    getattr(self, name)(rng)
+            self.engine.check_integrity()
+        self.drain()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return TinyModel()
+
+
+@pytest.fixture(scope="module")
+def drivers(model):
+    """One engine per pool for all drawn cases, so that each shape compiles once."""
+    made = {}
+
+    def get(pool):
+        if pool not in made:
+            made[pool] = Driver(model, pool)
+        return made[pool]
+
+    yield get
+    for driver in made.values():
+        driver.engine.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(pool=st.sampled_from(sorted(POOLS)), seed=st.integers(0, 2**32), length=st.integers(5, 40))
+def test_drawn_operations(drivers, pool, seed, length):
+    driver = drivers(pool)
+    driver.play(random.Random(seed), length)
+    driver.clear()
+
+
+@pytest.mark.parametrize("policy", ["retention-value", "lru"])
+def test_every_path_was_taken(model, policy):
+    """A long run under pressure, and the proof that it met what it is meant to test."""
+    driver = Driver(model, "tight-host", policy)
+    driver.play(random.Random(7), 250)
+    counters = driver.engine.counters
+    assert counters.tokens_from_device > 0
+    assert counters.tokens_from_host > 0
+    assert counters.gaps > 0
+    assert counters.long_gaps > 0
+    assert counters.chunks_swapped_in > 0
+    assert counters.chunks_swapped_out > 0
+    assert counters.chunks_dropped > 0
+    assert counters.pages_reclaimed > 0
+    assert driver.engine.num_suspensions > 0
+    assert min(driver.cancels, driver.forks, driver.rewinds) > 0
+    driver.engine.close()
+
+
+def test_resident_execution(model):
+    driver = Driver(model, "tight-host", execution="resident")
+    driver.play(random.Random(3), 60)
+    driver.engine.close()
