@@ -56,15 +56,17 @@ class ModelSpec:
 
 @runtime_checkable
 class LayerContext(Protocol):
-    """What a module is given beside its input; made by the worker anew for each layer.
+    """What a module is given beside its input; made by the worker anew for each layer."""
 
-    Attributes:
-        positions: i32[num_tokens], absolute position of each query token in its conversation.
-        axis_name: the `jax.shard_map` mesh axis over which heads are split; None on one device.
-    """
+    @property
+    def positions(self) -> jax.Array:
+        """i32[num_tokens], absolute position of each query token in its conversation."""
+        ...
 
-    positions: jax.Array
-    axis_name: str | None
+    @property
+    def axis_name(self) -> str | None:
+        """The `jax.shard_map` mesh axis over which heads are split; None on one device."""
+        ...
 
     def attend(
         self,
