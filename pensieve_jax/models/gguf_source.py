@@ -6,6 +6,7 @@ the other direction.
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,16 +56,26 @@ _FLOAT_TYPES: Mapping[GGMLQuantizationType, np.dtype] = MappingProxyType(
 def open_gguf(file: Path) -> GGUFReader:
     """The file's metadata and the map of its tensors.
 
+    The reader of the file that was opened last is kept: walking over a vocabulary takes seconds, and
+    weights, tokenizer and fingerprint each need it. It maps the file and holds little memory of its own.
+
     Raises:
         CheckpointError: missing, truncated or not a GGUF file.
     """
     try:
-        return GGUFReader(file)
+        status = file.stat()
+        return _read_gguf(file.resolve(), status.st_size, status.st_mtime_ns)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: no such file") from error
     # The reader checks little: a short or damaged file shows as whatever numpy or decoding raises.
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         raise CheckpointError(f"{file}: truncated or not a GGUF file: {error}") from error
+
+
+@lru_cache(maxsize=1)
+def _read_gguf(file: Path, size: int, modified_ns: int) -> GGUFReader:
+    """A reader; `size` and `modified_ns` tell a changed file from the one that was read."""
+    return GGUFReader(file)
 
 
 class GgufMetadata:
