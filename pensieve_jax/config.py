@@ -11,7 +11,11 @@ from pensieve_jax.scheduler.scheduler import SchedulerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierConfig:
-    """Sizes of the tiers and who leaves them."""
+    """Sizes of the tiers and who leaves them.
+
+    Raises:
+        InvalidArgumentError: a value is out of range.
+    """
 
     device_pages: int | None = None
     """Pages in device memory. None: what is free after the weights, less a margin; on a CPU 1 GiB."""
@@ -31,10 +35,24 @@ class TierConfig:
     check_host_memory: bool = True
     """Refuse a host tier larger than the memory that is available at the start."""
 
+    def __post_init__(self) -> None:
+        for name, least in (("device_pages", 1), ("host_pages", 0)):
+            value = getattr(self, name)
+            _check(value is None or _at_least(value, least), name, value, f"None or an integer >= {least}")
+        _check(_at_least(self.page_tokens, 1), "page_tokens", self.page_tokens, "an integer >= 1")
+        policies = ("retention-value", "lru")
+        _check(self.policy in policies, "policy", self.policy, " or ".join(map(repr, policies)))
+        _check(0 <= self.swap_out_below <= 1, "swap_out_below", self.swap_out_below, "a share in [0, 1]")
+        _check(0 <= self.running_reserve < 1, "running_reserve", self.running_reserve, "a share in [0, 1)")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine can be told. The defaults serve."""
+    """Everything an engine can be told. The defaults serve.
+
+    Raises:
+        InvalidArgumentError: a value is out of range.
+    """
 
     tiers: TierConfig = field(default_factory=TierConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -54,14 +72,17 @@ class EngineConfig:
     """After every step check the cache's books and fill freed pages with NaN. Slow; for finding faults."""
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, value: object, expected: str) -> None:
-            if not ok:
-                raise InvalidArgumentError(f"{name}: got {value!r}, expected {expected}")
-
-        check(self.on_busy in ("wait", "refuse"), "on_busy", self.on_busy, "'wait' or 'refuse'")
+        _check(self.on_busy in ("wait", "refuse"), "on_busy", self.on_busy, "'wait' or 'refuse'")
         ways = ("auto", "layered", "resident")
-        check(self.execution in ways, "execution", self.execution, " or ".join(map(repr, ways)))
-        policies = ("retention-value", "lru")
-        check(self.tiers.policy in policies, "policy", self.tiers.policy, " or ".join(map(repr, policies)))
+        _check(self.execution in ways, "execution", self.execution, " or ".join(map(repr, ways)))
         limit = self.max_context_tokens
-        check(limit is None or limit >= 2, "max_context_tokens", limit, "None or at least 2")
+        _check(limit is None or _at_least(limit, 2), "max_context_tokens", limit, "None or an integer >= 2")
+
+
+def _check(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise InvalidArgumentError(f"{name}: got {value!r}, expected {expected}")
+
+
+def _at_least(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -2,10 +2,15 @@
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 from pensieve_jax.core.errors import InvalidArgumentError
+
+LARGEST_NUMBER = 1e30
+"""Sampling parameters end here, so that no product of theirs with a logit overflows float32."""
 
 
 class FinishReason(enum.StrEnum):
@@ -44,7 +49,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time this turn has produced it. In [-2, 2]."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id -> number added to its logit."""
+    """Token id -> number added to its logit; minus infinity forbids the token."""
     seed: int | None = None
     """Fixes the random choices, whatever else is in the batch. None: the engine draws one."""
     max_tokens: int | None = None
@@ -63,23 +68,51 @@ class SamplingParams:
             if not ok:
                 raise InvalidArgumentError(f"{name}: got {getattr(self, name)!r}, expected {expected}")
 
-        check(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a number >= 0")
-        check(self.top_k >= 0, "top_k", "an integer >= 0 (0 keeps all)")
-        check(0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
-        check(0 <= self.min_p < 1, "min_p", "a number in [0, 1)")
-        positive = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
-        check(positive, "repetition_penalty", "a number > 0")
-        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "a number in [-2, 2]")
-        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "a number in [-2, 2]")
-        check(self.seed is None or 0 <= self.seed < 2**63, "seed", "None or an integer in [0, 2**63)")
-        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "None or an integer >= 1")
-        check(all(self.stop), "stop", "texts that are not empty")
-        check(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "None or an integer in [0, 20]")
+        def number(name: str, expected: str, ok: Callable[[Any], bool]) -> None:
+            value = getattr(self, name)
+            check(_is_number(value) and ok(value), name, f"a number {expected}")
+
+        def integer(name: str, expected: str, low: int, high: float, *, optional: bool = True) -> None:
+            value = getattr(self, name)
+            ok = (optional and value is None) or (_is_integer(value) and low <= value < high)
+            check(ok, name, f"{'None or ' if optional else ''}an integer {expected}")
+
+        number("temperature", ">= 0", lambda x: 0 <= x <= LARGEST_NUMBER)
+        integer("top_k", ">= 0 (0 keeps all)", 0, math.inf, optional=False)
+        number("top_p", "in (0, 1]", lambda x: 0 < x <= 1)
+        number("min_p", "in [0, 1)", lambda x: 0 <= x < 1)
+        number("repetition_penalty", "> 0", lambda x: 1 / LARGEST_NUMBER <= x <= LARGEST_NUMBER)
+        number("presence_penalty", "in [-2, 2]", lambda x: -2 <= x <= 2)
+        number("frequency_penalty", "in [-2, 2]", lambda x: -2 <= x <= 2)
+        integer("seed", "in [0, 2**63)", 0, 2**63)
+        integer("max_tokens", ">= 1", 1, math.inf)
+        integer("logprobs", "in [0, 20]", 0, 21)
+        bias = self.logit_bias
+        ok = isinstance(bias, Mapping) and all(map(_is_integer, bias)) and all(map(_is_bias, bias.values()))
+        check(ok, "logit_bias", "token ids with numbers, none of them NaN or plus infinity")
+        texts = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
+        ok = texts and all(isinstance(text, str) and text for text in self.stop)
+        check(ok, "stop", "a tuple of texts that are not empty")
+        ids = self.stop_token_ids
+        ok = isinstance(ids, Sequence | Set) and all(map(_is_integer, ids))
+        check(ok, "stop_token_ids", "a tuple of integers")
 
     @property
     def needs_history(self) -> bool:
         """Whether a penalty looks at the tokens seen so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_bias(value: Any) -> bool:
+    return _is_number(value) and (abs(value) <= LARGEST_NUMBER or value == -math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

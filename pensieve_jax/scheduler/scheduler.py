@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from host_cache.manager import CacheManager
 from host_cache.plan import PageCopy
+from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.plans import Row, StepPlan, StepResult
 from pensieve_jax.scheduler.queue import WaitingQueue
 from pensieve_jax.scheduler.request import AdmissionCounts, Request, RequestOutput
@@ -13,7 +14,11 @@ from pensieve_jax.scheduler.rows import rows_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step."""
+    """Limits of one step.
+
+    Raises:
+        InvalidArgumentError: a limit is out of range.
+    """
 
     step_tokens: int = 512
     """Query tokens of a step at most; longer prompts are computed in pieces."""
@@ -21,10 +26,11 @@ class SchedulerConfig:
     """Rows of a step at most, hence also requests that run at once."""
 
     def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise ValueError(f"max_rows: got {self.max_rows}, expected at least 1")
-        if self.step_tokens < self.max_rows:
-            raise ValueError(f"step_tokens: got {self.step_tokens}, expected at least max_rows = {self.max_rows}")
+        if not isinstance(self.max_rows, int) or self.max_rows < 1:
+            raise InvalidArgumentError(f"max_rows: got {self.max_rows!r}, expected an integer of at least 1")
+        if not isinstance(self.step_tokens, int) or self.step_tokens < self.max_rows:
+            expected = f"an integer of at least max_rows, {self.max_rows}"
+            raise InvalidArgumentError(f"step_tokens: got {self.step_tokens!r}, expected {expected}")
 
 
 class Scheduler:
