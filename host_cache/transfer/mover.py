@@ -71,7 +71,9 @@ class PageMover:
                 self._store(oldest)
                 done.extend(oldest.copies)
             except Exception:
-                logger.exception("a copy of %d pages to the host failed; they are dropped", len(oldest.copies))
+                logger.exception(
+                    "a copy of %d pages to the host failed; they are dropped", len(oldest.copies)
+                )
                 failed.extend(oldest.copies)
         return tuple(done), tuple(failed)
 
@@ -101,12 +103,18 @@ class PageMover:
             shape = (padded, *self._global_page_shape(parts[0].shape[1:]))
             staged = jax.make_array_from_single_device_arrays(shape, self._device, parts)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            raise TransferError(f"swap-in of {len(host_pages)} pages of layer {layer} failed: {error}") from error
+            raise TransferError(
+                f"swap-in of {len(host_pages)} pages of layer {layer} failed: {error}"
+            ) from error
         self._slots.append((slot, staged))
         return staged
 
     def close(self) -> None:
-        """Give the staging buffers back, once nothing is copied from them any more."""
+        """Give the staging buffers and the pool's memory back, once nothing is copied from them any more."""
+        self._drop_slots()
+        self._pool.close()
+
+    def _drop_slots(self) -> None:
         for buffers, last in self._slots:
             if last is not None:
                 last.block_until_ready()
@@ -117,7 +125,7 @@ class PageMover:
     def _slot(self, pages: int) -> tuple[list[np.ndarray], jax.Array | None]:
         """The staging buffers that were used longest ago, or new ones."""
         if self._slots and len(self._slots[0][0][0]) < pages:
-            self.close()
+            self._drop_slots()
         if len(self._slots) >= STAGING_SLOTS:
             return self._slots.popleft()
         buffers = []

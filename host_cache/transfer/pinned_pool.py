@@ -31,7 +31,9 @@ def register_pinned(array: np.ndarray, device: jax.Device) -> bool:
     try:
         device.client.dma_map(array.ctypes.data, array.nbytes)
     except Exception as error:
-        raise TransferError(f"host memory: the device refuses to pin {array.nbytes} bytes: {error}") from error
+        raise TransferError(
+            f"host memory: the device refuses to pin {array.nbytes} bytes: {error}"
+        ) from error
     return True
 
 
@@ -83,6 +85,7 @@ class PinnedPool:
                 f"{available / 1e9:.1f} GB are available: ask for fewer pages"
             )
         self.layers: list[list[np.ndarray]] = []
+        self._devices = list(devices)
         done = 0
         for _ in range(num_layers):
             shards = []
@@ -96,6 +99,14 @@ class PinnedPool:
                     progress(done, total)
             self.layers.append(shards)
         logger.info("host tier: %d pages, %.2f GB", num_pages, total / 1e9)
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be copied from or to it any more."""
+        for shards in self.layers:
+            for array, device in zip(shards, self._devices, strict=True):
+                if array.nbytes:
+                    unregister_pinned(array, device)
+        self.layers = []
 
     @staticmethod
     def _allocate(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

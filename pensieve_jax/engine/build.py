@@ -13,6 +13,7 @@ from flax import nnx
 
 from host_cache.config import CacheConfig
 from host_cache.cost_model import analytic_cost
+from host_cache.errors import TransferError
 from host_cache.policies import EvictionPolicy, Lru, RetentionValue
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.errors import InvalidArgumentError
@@ -82,8 +83,8 @@ def build_parts(
     """Size the tiers and build everything that stands on a model.
 
     Raises:
-        InvalidArgumentError: the model doesn't divide over the shards, or a size is out of range.
-        TransferError: the host can't give the memory of its tier.
+        InvalidArgumentError: the model doesn't divide over the shards, a size is out of range, or the host
+            can't give the memory of its tier.
     """
     mesh = make_mesh(num_shards)
     spec = model.spec
@@ -95,14 +96,17 @@ def build_parts(
         max_rows=config.scheduler.max_rows,
         max_pages=min(cache_config.pages_for(max_context), cache_config.device_pages),
     )
-    worker = build_worker(
-        model,
-        shapes=shapes,
-        host_pages=cache_config.host_pages,
-        mesh=mesh,
-        execution=config.execution,
-        check_host_memory=config.tiers.check_host_memory,
-    )
+    try:
+        worker = build_worker(
+            model,
+            shapes=shapes,
+            host_pages=cache_config.host_pages,
+            mesh=mesh,
+            execution=config.execution,
+            check_host_memory=config.tiers.check_host_memory,
+        )
+    except TransferError as error:
+        raise InvalidArgumentError(f"host_pages: {error}") from error
     logger.info("device tier: %d pages, host tier: %d", cache_config.device_pages, cache_config.host_pages)
     return EngineParts(
         cache_config=cache_config,
@@ -137,7 +141,9 @@ def tier_sizes(spec: ModelSpec, tiers: TierConfig, device: jax.Device, num_shard
         InvalidArgumentError: a size is out of range, or no memory is left for the device pool.
     """
     heads = spec.num_kv_heads // num_shards
-    page_bytes = 2 * spec.num_layers * heads * tiers.page_tokens * spec.head_dim * np.dtype(spec.dtype).itemsize
+    page_bytes = (
+        2 * spec.num_layers * heads * tiers.page_tokens * spec.head_dim * np.dtype(spec.dtype).itemsize
+    )
     stats = device.memory_stats() if device.platform != "cpu" else None
     device_pages = tiers.device_pages
     if device_pages is None:
@@ -147,7 +153,8 @@ def tier_sizes(spec: ModelSpec, tiers: TierConfig, device: jax.Device, num_shard
         device_pages = free // page_bytes
         if device_pages < 1:
             raise InvalidArgumentError(
-                f"device_pages: {free / 1e9:.2f} GB are free on the device, a page needs {page_bytes / 1e9:.3f} GB"
+                f"device_pages: {free / 1e9:.2f} GB are free on the device, "
+                f"a page needs {page_bytes / 1e9:.3f} GB"
             )
     host_pages = tiers.host_pages
     if host_pages is None:

@@ -85,12 +85,16 @@ class Engine:
             eos = getattr(tokenizer, "eos_token_id", None)
             end_token_ids = () if eos is None else (eos,)
         self._end_token_ids = frozenset(end_token_ids)
-        self._log = ConversationLog.open(
-            self.config.log_path,
-            vocab_size=self.spec.vocab_size,
-            model=self.spec.name,
-            fingerprint=fingerprint,
-        )
+        try:
+            self._log = ConversationLog.open(
+                self.config.log_path,
+                vocab_size=self.spec.vocab_size,
+                model=self.spec.name,
+                fingerprint=fingerprint,
+            )
+        except BaseException:
+            self._parts.worker.close()
+            raise
         self._states: OrderedDict[str, ConversationState] = OrderedDict()
         self._active: dict[int, ActiveTurn] = {}
         """Request id -> the unfinished turn that waits or runs."""
@@ -100,6 +104,7 @@ class Engine:
         self._turnstile = Turnstile()
         self._work = threading.Condition()
         self._closed = False
+        self._failure: EngineError | None = None
         self._start_cache()
         self._loop = EngineLoop(self) if self.config.background else None
 
@@ -147,8 +152,7 @@ class Engine:
         with self._turnstile:
             if conversation_id is None:
                 conversation_id = uuid.uuid4().hex
-            if not isinstance(conversation_id, str) or not conversation_id:
-                raise InvalidArgumentError(f"conversation_id: got {conversation_id!r}, expected a text")
+            _check_id("conversation_id", conversation_id)
             try:
                 self._state(conversation_id)
             except UnknownConversationError:
@@ -178,7 +182,9 @@ class Engine:
         with self._turnstile:
             return self._state(conversation_id).tokens.copy()
 
-    def fork(self, conversation_id: str, new_id: str | None = None, *, num_turns: int | None = None) -> Conversation:
+    def fork(
+        self, conversation_id: str, new_id: str | None = None, *, num_turns: int | None = None
+    ) -> Conversation:
         """Begin a conversation with the first turns of another. Their KV is shared, not copied.
 
         Args:
@@ -194,6 +200,7 @@ class Engine:
             source = self._state(conversation_id)
             num_turns = self._checked_turns(source, num_turns)
             new_id = uuid.uuid4().hex if new_id is None else new_id
+            _check_id("new_id", new_id)
             self._log.fork(conversation_id, new_id, num_turns)
             self._states[new_id] = copy_of(source, new_id, num_turns)
             self._cache.open(conversation_id, self._clock())
@@ -213,9 +220,11 @@ class Engine:
             InvalidArgumentError: it has fewer turns.
         """
         with self._turnstile:
-            state = self._idle_state(conversation_id)
-            num_turns = self._checked_turns(state, num_turns)
-            self._log.rewind(conversation_id, num_turns)
+            self._check_idle(conversation_id)
+            if not isinstance(num_turns, int):
+                raise InvalidArgumentError(f"num_turns: got {num_turns!r}, expected an integer")
+            self._log.rewind(conversation_id, num_turns)  # before it is read: this may cut damaged turns off
+            state = self._state(conversation_id)
             state.cut(num_turns)
             self._cache.open(conversation_id, self._clock())
             self._cache.truncate(conversation_id, len(state.tokens))
@@ -228,7 +237,7 @@ class Engine:
             ConversationBusyError: it has an unfinished turn.
         """
         with self._turnstile:
-            self._idle_state(conversation_id)
+            self._check_idle(conversation_id)
             self._log.delete(conversation_id)
             self._forget(conversation_id)
 
@@ -277,6 +286,8 @@ class Engine:
         Raises:
             InvalidArgumentError: an input is not acceptable; none is answered then.
         """
+        if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence | np.ndarray):
+            raise InvalidArgumentError(f"inputs: got {type(inputs).__name__}, expected a list of inputs")
         each = list(params) if isinstance(params, Sequence) else [params] * len(inputs)
         if len(each) != len(inputs):
             raise InvalidArgumentError(f"params: got {len(each)}, expected one per input, {len(inputs)}")
@@ -310,6 +321,7 @@ class Engine:
             else:
                 state.queued = type(state.queued)(entry for entry in state.queued if entry[0] is not turn)
                 turn.end(_empty_result(turn, FinishReason.CANCELLED, None))
+        self._wake()  # a turn that was queued behind this one runs now
 
     def advance(self, turn: Turn, seen: int) -> None:
         """See `TurnDriver.advance`."""
@@ -323,10 +335,13 @@ class Engine:
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run one step, if there is work.
+        """Run one step, if there is work. If the step fails, its turns end with an `EngineError`.
 
         Returns:
             whether there was.
+
+        Raises:
+            IntegrityError: the cache's books don't add up (only a `paranoid` engine looks).
         """
         with self._turnstile:
             if self._closed or not self._scheduler.has_work:
@@ -360,6 +375,11 @@ class Engine:
             self._parts.worker.set_weights(model)
             self.settle()
             self._cache.clear()
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether steps run in a thread of the engine."""
+        return self._loop is not None
 
     @property
     def counters(self) -> CacheCounters:
@@ -418,6 +438,14 @@ class Engine:
             self._work.wait_for(lambda: self._closed or self._scheduler.has_work)
         return not self._closed
 
+    def give_up(self, error: Exception) -> None:
+        """End all unfinished turns, and refuse new ones: after a failure that leaves nothing to trust."""
+        with self._turnstile:
+            self._failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self._start_cache()
+            while self._active:
+                self._end(next(iter(self._active.values())), self._failure)
+
     def _wake(self) -> None:
         with self._work:
             self._work.notify_all()
@@ -432,9 +460,12 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
+        if self._failure is not None:
+            raise self._failure
 
     def _state(self, conversation_id: str) -> ConversationState:
         """The conversation's state, from memory or from the log."""
+        _check_known(conversation_id)
         state = self._states.get(conversation_id)
         if state is None:
             state = self._states[conversation_id] = state_of(self._log.load(conversation_id))
@@ -445,17 +476,17 @@ class Engine:
                 del self._states[oldest.id]
         return state
 
-    def _idle_state(self, conversation_id: str) -> ConversationState:
-        state = self._state(conversation_id)
-        if state.busy:
+    def _check_idle(self, conversation_id: str) -> None:
+        _check_known(conversation_id)
+        state = self._states.get(conversation_id)
+        if state is not None and state.busy:
             raise ConversationBusyError(f"conversation {conversation_id!r} has an unfinished turn")
-        return state
 
     @staticmethod
     def _checked_turns(state: ConversationState, num_turns: int | None) -> int:
         if num_turns is None:
             return state.num_turns
-        if not 0 <= num_turns <= state.num_turns:
+        if not isinstance(num_turns, int) or not 0 <= num_turns <= state.num_turns:
             raise InvalidArgumentError(f"num_turns: got {num_turns}, expected 0 to {state.num_turns}")
         return num_turns
 
@@ -606,6 +637,25 @@ class Engine:
                 self._start(state, turn, given, params)
             except PensieveError as error:
                 turn.end(error)
+            except Exception as error:  # as it would reach a caller whose turn needn't wait
+                logger.exception("a queued turn can't be started")
+                turn.end(EngineError(f"the turn can't be started: {type(error).__name__}: {error}"))
+
+
+def _is_id(value: object) -> bool:
+    """Whether it is a text that the log can hold: half a surrogate pair has no encoding."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _check_id(name: str, conversation_id: object) -> None:
+    if not _is_id(conversation_id):
+        raise InvalidArgumentError(f"{name}: got {conversation_id!r}, expected a text that is not empty")
+
+
+def _check_known(conversation_id: object) -> None:
+    """What can't be an id is the id of no conversation."""
+    if not _is_id(conversation_id):
+        raise UnknownConversationError(f"conversation {conversation_id!r}: there is none of this id")
 
 
 def _empty_result(turn: Turn, reason: FinishReason, receipt: TurnReceipt | None) -> TurnResult:

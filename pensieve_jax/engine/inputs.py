@@ -84,4 +84,9 @@ def _token_ids(given: object) -> np.ndarray | None:
     bad = [x for x in given if not isinstance(x, int | np.integer) or isinstance(x, bool)]
     if bad:
         raise InvalidArgumentError(f"input: got {bad[0]!r} among token ids, expected integers")
-    return np.asarray(given, np.int64)
+    try:
+        return np.asarray(given, np.int64)
+    except OverflowError as error:
+        raise InvalidArgumentError(
+            f"input: got token id {max(given, key=abs)}, expected ids of the vocabulary"
+        ) from error

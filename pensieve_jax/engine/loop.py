@@ -1,7 +1,10 @@
 """The engine's thread, and the door that it shares with callers."""
 
+import logging
 import threading
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 
 class Turnstile:
@@ -44,6 +47,10 @@ class Steppable(Protocol):
         """Sleep until there is work; False once there will be none any more."""
         ...
 
+    def give_up(self, error: Exception) -> None:
+        """End everything: a step raised, so nothing can be trusted any more."""
+        ...
+
 
 class EngineLoop:
     """Runs steps in a thread of its own while there is work.
@@ -69,4 +76,9 @@ class EngineLoop:
 
     def _run(self) -> None:
         while self._engine.wait_for_work():
-            self._engine.step()
+            try:
+                self._engine.step()
+            except Exception as error:
+                logger.exception("a step can't be recovered from; the engine ends")
+                self._engine.give_up(error)
+                return

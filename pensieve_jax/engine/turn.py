@@ -49,6 +49,11 @@ class TurnDriver(Protocol):
         """Return when the turn may have news beyond `seen`: wait for the engine's thread, or run a step."""
         ...
 
+    @property
+    def has_thread(self) -> bool:
+        """Whether a thread runs the steps, so that nobody needs to call `advance`."""
+        ...
+
     def cancel(self, turn: "Turn") -> None:
         """End the turn and roll its conversation back, if it hasn't ended."""
         ...
@@ -140,11 +145,14 @@ class Turn:
         try:
             while True:
                 woken.clear()
-                ended = self.done
+                seen, ended = self.news, self.done
                 yield
                 if ended:
                     return
-                await woken.wait()
+                if self._driver.has_thread:
+                    await woken.wait()
+                else:
+                    await asyncio.to_thread(self._driver.advance, self, seen)
         finally:
             with self._changed:
                 self._listeners.remove(wake)

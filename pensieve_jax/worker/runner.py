@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.page_move import gather_pages, scatter_pages
+from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.parallel import TENSOR_AXIS, check_head_sharding, partition_specs
 from pensieve_jax.worker.batch import BatchArrays
@@ -71,9 +72,13 @@ class ModelRunner:
         )
 
     def set_weights(self, model: ServableModel) -> None:
-        """Use other weights of the same structure from the next step on. What the pool holds is stale then."""
+        """Use other weights of the same structure from the next step on. What the pool holds is stale then.
+
+        Raises:
+            InvalidArgumentError: the model has other dimensions, or doesn't divide over the mesh.
+        """
         if model.spec != self.spec:
-            raise ValueError(f"model: got {model.spec}, expected the dimensions {self.spec}")
+            raise InvalidArgumentError(f"model: got {model.spec}, expected the dimensions {self.spec}")
         parts = [model.embedding, *model.layers, model.head]
         graphs, states = zip(*(nnx.split(part) for part in parts), strict=True)
         self._specs = [partition_specs(s, num_shards=self.num_shards) for s in states] if self._axis else []
@@ -86,9 +91,7 @@ class ModelRunner:
 
     def reset_pool(self) -> None:
         """Allocate the pool anew, as at the start or after a step that broke off with the pool given away."""
-        zeros = jax.jit(
-            lambda: jnp.zeros(self._pool_shape, self.spec.dtype), out_shardings=self.kv_sharding
-        )
+        zeros = jax.jit(lambda: jnp.zeros(self._pool_shape, self.spec.dtype), out_shardings=self.kv_sharding)
         self._pools: list[jax.Array] = []  # frees the old ones first
         self._pools = [zeros() for _ in range(self.spec.num_layers)]
 

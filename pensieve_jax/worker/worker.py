@@ -81,7 +81,7 @@ class Worker:
         """Use other weights of the same structure from the next step on. What both tiers hold is stale then.
 
         Raises:
-            ValueError: the model has other dimensions.
+            InvalidArgumentError: the model has other dimensions.
         """
         self._runner.set_weights(model)
 
