@@ -1,7 +1,7 @@
 """Serve a Flax NNX model of your own, with its state kept between turns.
 
-A model is an embedding, a list of layers and a head. A layer calls `context.attend(q, k, v)` once; pages,
-batches and caches are not its business. Run: python examples/own_model.py
+A model is an embedding, layers and a head. A layer calls `context.attend(q, k, v)` once; pages, batches
+and caches are not its business. Run: python examples/own_model.py
 """
 
 import jax
@@ -20,7 +20,7 @@ SPEC = ModelSpec(
 
 
 class Embedding(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs: nnx.Rngs) -> None:
         self.table = nnx.Embed(SPEC.vocab_size, SPEC.hidden_size, rngs=rngs)
 
     def __call__(self, token_ids: jax.Array, context: LayerContext) -> jax.Array:
@@ -29,7 +29,7 @@ class Embedding(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(SPEC.hidden_size, rngs=rngs)
         self.qkv = nnx.Linear(SPEC.hidden_size, (4 + 2 + 2) * 16, rngs=rngs)
         self.out = nnx.Linear(4 * 16, SPEC.hidden_size, rngs=rngs)
@@ -40,22 +40,22 @@ class Layer(nnx.Module):
 
 
 class Head(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs: nnx.Rngs) -> None:
         self.out = nnx.Linear(SPEC.hidden_size, SPEC.vocab_size, rngs=rngs)
 
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         return self.out(x)
 
 
-class TinyModel(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
         self.spec, self.embedding, self.head = SPEC, Embedding(rngs), Head(rngs)
         self.layers = nnx.List([Layer(rngs) for _ in range(SPEC.num_layers)])
 
 
 if __name__ == "__main__":
-    with Engine(TinyModel(nnx.Rngs(0))) as engine:
+    with Engine(Model(nnx.Rngs(0))) as engine:
         chat = engine.conversation()
         for turn in ([1, 2, 3], [4, 5]):
             result = chat.send(turn, SamplingParams(max_tokens=8))
-            print(result.token_ids, "found on the device:", result.receipt and result.receipt.tokens_from_device)
+            print(result.token_ids, result.receipt)

@@ -31,7 +31,7 @@ class CacheConfig:
     max_swap_outs_per_step: int = 64
     """Most chunks copied ahead of time in one step; bounds the staging memory."""
     keep_finished: bool = True
-    """Keep the pages of finished turns. False makes the server stateless: the baseline of every comparison."""
+    """Keep the pages of finished turns. False makes the server stateless, for comparison."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, expected: str) -> None:

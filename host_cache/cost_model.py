@@ -31,7 +31,9 @@ class RecomputeCost:
         if len(self.context_tokens) < 2 or not ascending:
             raise ValueError(f"context_tokens: got {self.context_tokens}, expected two or more, ascending")
         if len(self.attention_s) != len(self.context_tokens):
-            raise ValueError(f"attention_s: got {len(self.attention_s)} points, expected one per context length")
+            raise ValueError(
+                f"attention_s: got {len(self.attention_s)} points, expected one per context length"
+            )
 
     def __call__(self, context_tokens: int) -> float:
         """Seconds to recompute a chunk that ends at this context length."""
@@ -64,13 +66,15 @@ def analytic_cost(
         num_parameters: weights that a token passes through.
         chunk_tokens: tokens of a chunk.
         max_context_tokens: largest context to describe.
-        flops_per_s: rate at which the device computes. It scales all costs alike, so orders don't depend on it.
+        flops_per_s: rate of the device. It scales all costs alike, so no order depends on it.
 
     Returns:
         a cost whose `source` says that it is an estimate.
     """
     lengths: Sequence[int] = (0, max(1, max_context_tokens))
-    attention = tuple(4.0 * chunk_tokens * n * num_heads * head_dim * num_layers / flops_per_s for n in lengths)
+    attention = tuple(
+        4.0 * chunk_tokens * n * num_heads * head_dim * num_layers / flops_per_s for n in lengths
+    )
     return RecomputeCost(
         context_tokens=tuple(lengths),
         attention_s=attention,

@@ -2,10 +2,6 @@
 
 It holds books only; bytes are moved by `host_cache.transfer` as the plans say. All calls come from one
 thread, between steps. Each is all or nothing.
-
-When pages may be reused. A step reads the pages of its swap-outs before anything in it writes, so a
-device page is free for use the moment its swap-out is planned. A host page is busy until the copy into
-it (`Chunk.arriving`) or out of it (`Chunk.loading`) is reported done.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +12,7 @@ import numpy as np
 from host_cache.chunks import CachedConversation, Chunk
 from host_cache.config import CacheConfig
 from host_cache.errors import IntegrityError
-from host_cache.page_pool import PagePool
+from host_cache.ledger import Ledger
 from host_cache.plan import CachePlan, PageCopy
 from host_cache.policies import EvictionPolicy
 from host_cache.victims import Victims
@@ -52,16 +48,11 @@ class CacheManager:
     def __init__(self, config: CacheConfig, policy: EvictionPolicy) -> None:
         self.config = config
         self.policy = policy
-        self._device = PagePool(config.device_pages)
-        self._host = PagePool(config.host_pages)
+        self._ledger = Ledger(
+            device_pages=config.device_pages, host_pages=config.host_pages, page_tokens=config.page_tokens
+        )
         self._conversations: dict[str, CachedConversation] = {}
         self._swap_outs: list[PageCopy] = []
-        self._arriving: dict[int, Chunk | None] = {}
-        """Host page -> its chunk while the copy into it runs; None once nobody wants it any more."""
-        self._loading: dict[int, Chunk] = {}
-        """Host page -> its chunk while the copy out of it runs."""
-        self._num_evictable = 0
-        self._num_reclaimable = 0
         self._counters = CacheCounters()
 
     # -- conversations ---------------------------------------------------------------------------
@@ -76,7 +67,7 @@ class CacheManager:
         self._conversations[conversation_id].last_active = now
 
     def forget(self, conversation_id: str) -> None:
-        """Drop a conversation that is not running, with all it has cached. Nothing happens if it is unknown."""
+        """Drop all that a conversation has cached. It must not be running; it may be unknown."""
         conversation = self._conversations.get(conversation_id)
         if conversation is not None:
             self._cut(self._idle(conversation_id), 0)
@@ -139,9 +130,7 @@ class CacheManager:
 
         for chunk in kept:
             if chunk is not None:
-                self._count(chunk, -1)
-                chunk.pins += 1
-                self._count(chunk, +1)
+                self._ledger.pin(chunk)
         conversation.running = True
         self._make_room(needed, now)
 
@@ -152,10 +141,10 @@ class CacheManager:
         for index, chunk in enumerate(conversation.chunks):
             start, end = index * size, min((index + 1) * size, num_tokens)
             if chunk is None:
-                chunk = conversation.chunks[index] = self._new_chunk(conversation, index)
+                chunk = conversation.chunks[index] = self._ledger.new_chunk(conversation, index)
             cached = min(chunk.filled, end - start)
             if chunk.device_page is None:
-                swap_ins.append(self._load(chunk))
+                swap_ins.append(self._ledger.start_load(chunk))
                 from_host += cached
             else:
                 from_device += cached
@@ -197,7 +186,7 @@ class CacheManager:
             return False
         self._make_room(needed, now)
         for _ in range(needed):
-            conversation.chunks.append(self._new_chunk(conversation, len(conversation.chunks)))
+            conversation.chunks.append(self._ledger.new_chunk(conversation, len(conversation.chunks)))
         if len(conversation.chunks) > len(conversation.page_ids):
             grown = np.zeros(2 * len(conversation.chunks), np.int32)
             grown[: len(conversation.page_ids)] = conversation.page_ids
@@ -230,7 +219,7 @@ class CacheManager:
             filled = min(end - index * size, size)
             if filled > chunk.filled:
                 chunk.filled = filled
-                self._give_up_host(chunk)
+                self._ledger.give_up_host(chunk)
 
     def finish(self, conversation_id: str, now: float) -> None:
         """A turn has ended. Its KV stays, unless the cache keeps nothing (`keep_finished`)."""
@@ -247,7 +236,7 @@ class CacheManager:
     def plan_ahead(self, now: float) -> None:
         """Plan copies to the host while few pages are free or reclaimable (paper 4.3.2)."""
         target = int(self.config.swap_out_below * self.config.device_pages)
-        short = target - self._device.num_free - self._num_reclaimable
+        short = target - self._ledger.num_free_device - self._ledger.num_reclaimable
         short = min(short, self.config.max_swap_outs_per_step)
         if short <= 0 or not self.config.host_pages:
             return
@@ -267,18 +256,16 @@ class CacheManager:
     def swap_outs_ended(self, copies: Iterable[PageCopy], *, ok: bool) -> None:
         """Note that copies to the host have ended. A failed one leaves its chunk without a host page."""
         for copy in copies:
-            chunk = self._arriving.pop(copy.host_page)
+            chunk = self._ledger.end_copy_out(copy)
             if chunk is None:
-                self._host.release(copy.host_page)
                 continue
-            chunk.arriving = False
             if ok:
                 self._counters.chunks_swapped_out += 1
             else:
                 self._counters.failed_swap_outs += 1
-                self._give_up_host(chunk)
+                self._ledger.give_up_host(chunk)
                 if chunk.device_page is None:
-                    self._remove(chunk)
+                    self._ledger.remove(chunk)
 
     def swap_ins_ended(self, copies: Iterable[PageCopy], *, ok: bool) -> None:
         """Note that copies to the device have ended. A failed one leaves its chunk in no tier.
@@ -286,14 +273,13 @@ class CacheManager:
         After a failure the conversations of those chunks have to be suspended: they lack KV.
         """
         for copy in copies:
-            chunk = self._loading.pop(copy.host_page)
-            chunk.loading = False
+            chunk = self._ledger.end_load(copy)
             if ok:
                 self._counters.chunks_swapped_in += 1
             else:
                 self._counters.failed_swap_ins += 1
                 self._counters.tokens_from_host -= chunk.filled
-                self._give_up_host(chunk)
+                self._ledger.give_up_host(chunk)
                 chunk.filled = 0
 
     # -- what others may look at -----------------------------------------------------------------
@@ -301,7 +287,7 @@ class CacheManager:
     @property
     def num_available(self) -> int:
         """Device pages that are free or can be had by evicting."""
-        return self._device.num_free + self._num_evictable
+        return self._ledger.num_free_device + self._ledger.num_evictable
 
     @property
     def counters(self) -> CacheCounters:
@@ -310,7 +296,7 @@ class CacheManager:
 
     def free_device_pages(self) -> tuple[int, ...]:
         """Device pages that hold nothing of worth."""
-        return self._device.free_pages()
+        return self._ledger.free_device_pages()
 
     def check_integrity(self) -> None:
         """Check the books as a whole: every page is free, owned once, or in flight; every count adds up.
@@ -319,50 +305,12 @@ class CacheManager:
             IntegrityError: says what doesn't hold.
         """
 
-        def check(ok: bool, what: str) -> None:
-            if not ok:
-                raise IntegrityError(what)
-
-        chunks: dict[int, Chunk] = {}
-        pins: dict[int, int] = {}
         for key, conversation in self._conversations.items():
-            check(key == conversation.id, f"conversation {conversation.id} is filed under {key}")
-            for index, chunk in enumerate(conversation.chunks):
-                if chunk is None:
-                    check(not conversation.running, f"{key} runs without its chunk {index}")
-                    continue
-                check(chunk.index == index, f"{key}: chunk {chunk.index} stands at {index}")
-                check(conversation in chunk.sharers, f"{key}: chunk {index} doesn't know it")
-                chunks[id(chunk)] = chunk
-                pins[id(chunk)] = pins.get(id(chunk), 0) + conversation.running
-                if conversation.running:
-                    check(chunk.device_page is not None, f"{key} runs, chunk {index} is not on the device")
-                    check(conversation.page_ids[index] == chunk.device_page, f"{key}: page table at {index}")
-        device, host = [], []
-        for key, chunk in chunks.items():
-            name = f"chunk {chunk.index} of {[s.id for s in chunk.sharers]}"
-            check(chunk.pins == pins[key], f"{name}: {chunk.pins} pins, {pins[key]} running")
-            check(len(chunk.sharers) == 1 or chunk.filled == self.config.page_tokens, f"{name}: shared, partial")
-            check(all(s.chunks[chunk.index] is chunk for s in chunk.sharers), f"{name}: sharers")
-            check(chunk.device_page is not None or chunk.host_page is not None, f"{name}: in no tier")
-            check(0 <= chunk.filled <= self.config.page_tokens, f"{name}: filled {chunk.filled}")
-            check(chunk.filled > 0 or chunk.pins > 0, f"{name}: empty and not running")
-            if chunk.device_page is not None:
-                device.append(chunk.device_page)
-            if chunk.host_page is not None:
-                host.append(chunk.host_page)
-            check(chunk.arriving == (self._arriving.get(_none(chunk.host_page)) is chunk), f"{name}: arriving")
-            check(chunk.loading == (self._loading.get(_none(chunk.host_page)) is chunk), f"{name}: loading")
-        host += [page for page, chunk in self._arriving.items() if chunk is None]
-        for pool, owned, tier in ((self._device, device, "device"), (self._host, host, "host")):
-            everything = sorted([*owned, *pool.free_pages()])
-            check(everything == list(range(pool.num_pages)), f"{tier} pages are lost or owned twice")
-        evictable = sum(c.evictable for c in chunks.values())
-        reclaimable = sum(c.reclaimable for c in chunks.values())
-        check(evictable == self._num_evictable, f"{self._num_evictable} evictable counted, {evictable} found")
-        check(reclaimable == self._num_reclaimable, f"{self._num_reclaimable} counted, {reclaimable} found")
+            if key != conversation.id:
+                raise IntegrityError(f"conversation {conversation.id} is filed under {key}")
+        self._ledger.check(self._conversations.values())
 
-    # -- the only places where chunks change -----------------------------------------------------
+    # -- conversations, inside ---------------------------------------------------------------------
 
     def _idle(self, conversation_id: str) -> CachedConversation:
         conversation = self._conversations[conversation_id]
@@ -376,36 +324,13 @@ class CacheManager:
             raise IntegrityError(f"conversation {conversation_id} is not running")
         return conversation
 
-    def _count(self, chunk: Chunk, sign: int) -> None:
-        """Take a chunk out of the counts before it changes (-1), put it back after (+1)."""
-        self._num_evictable += sign * chunk.evictable
-        self._num_reclaimable += sign * chunk.reclaimable
-
-    def _new_chunk(self, conversation: CachedConversation, index: int) -> Chunk:
-        page = self._device.allocate()
-        assert page is not None, "room was made before"
-        return Chunk(index, [conversation], device_page=page, pins=1)
-
-    def _load(self, chunk: Chunk) -> PageCopy:
-        page, host_page = self._device.allocate(), chunk.host_page
-        assert page is not None and host_page is not None, "room was made before; a chunk is in some tier"
-        self._count(chunk, -1)
-        chunk.device_page, chunk.loading = page, True
-        self._count(chunk, +1)
-        self._loading[host_page] = chunk
-        return PageCopy(device_page=page, host_page=host_page)
-
     def _park(self, conversation_id: str, now: float) -> CachedConversation:
         conversation = self._running(conversation_id)
         conversation.running = False
         conversation.last_active = now
         for chunk in conversation.chunks:
             assert chunk is not None
-            self._count(chunk, -1)
-            chunk.pins -= 1
-            self._count(chunk, +1)
-            if chunk.filled == 0 and chunk.pins == 0:
-                self._remove(chunk)
+            self._ledger.unpin(chunk)
         self._strip(conversation)
         return conversation
 
@@ -414,12 +339,12 @@ class CacheManager:
         size = self.config.page_tokens
         for chunk in conversation.chunks[self.config.pages_for(num_tokens) :]:
             if chunk is not None:
-                self._detach(chunk, conversation)
+                self._ledger.detach(chunk, conversation)
         del conversation.chunks[self.config.pages_for(num_tokens) :]
         last = conversation.chunks[-1] if conversation.chunks else None
         if last is not None and last.index * size + last.filled > num_tokens:
             if len(last.sharers) > 1:
-                self._detach(last, conversation)
+                self._ledger.detach(last, conversation)
             else:
                 last.filled = num_tokens - last.index * size
         self._strip(conversation)
@@ -428,45 +353,6 @@ class CacheManager:
     def _strip(conversation: CachedConversation) -> None:
         while conversation.chunks and conversation.chunks[-1] is None:
             conversation.chunks.pop()
-
-    def _detach(self, chunk: Chunk, conversation: CachedConversation) -> None:
-        """Take a chunk away from one conversation; the last one takes its pages along."""
-        if len(chunk.sharers) == 1:
-            self._remove(chunk)
-        else:
-            chunk.sharers.remove(conversation)
-            conversation.chunks[chunk.index] = None
-
-    def _remove(self, chunk: Chunk) -> None:
-        """Take a chunk out of both tiers and of all its conversations."""
-        if chunk.loading or chunk.pins:
-            raise IntegrityError(f"chunk {chunk.index} of {chunk.sharers[0].id} is removed while in use")
-        self._give_up_host(chunk)
-        self._give_up_device(chunk)
-        for conversation in chunk.sharers:
-            conversation.chunks[chunk.index] = None
-
-    def _give_up_device(self, chunk: Chunk) -> None:
-        if chunk.device_page is not None:
-            self._count(chunk, -1)
-            self._device.release(chunk.device_page)
-            chunk.device_page = None
-            self._count(chunk, +1)
-
-    def _give_up_host(self, chunk: Chunk) -> None:
-        """Free the host page; at once, or when the copy into it has ended."""
-        if chunk.host_page is None:
-            return
-        if chunk.loading:
-            raise IntegrityError(f"host page {chunk.host_page} is given up while it is read")
-        self._count(chunk, -1)
-        if chunk.arriving:
-            self._arriving[chunk.host_page] = None
-            chunk.arriving = False
-        else:
-            self._host.release(chunk.host_page)
-        chunk.host_page = None
-        self._count(chunk, +1)
 
     # -- eviction --------------------------------------------------------------------------------
 
@@ -485,19 +371,19 @@ class CacheManager:
     def _make_room(self, pages: int, now: float) -> None:
         """Evict until `pages` device pages are free: the shortfall, lowest value first. The caller has
         made sure that enough can be evicted."""
-        if pages <= self._device.num_free:
+        if pages <= self._ledger.num_free_device:
             return
         victims = self._victims(now, _evictable)
         host_victims = self._host_victims(now)
-        while self._device.num_free < pages:
+        while self._ledger.num_free_device < pages:
             found = victims.peek()
             assert found is not None, "enough is evictable"
             value, chunk = found
             if chunk.host_page is not None:
                 self._counters.pages_reclaimed += 1
-                self._give_up_device(chunk)
+                self._ledger.give_up_device(chunk)
             elif self._copy_out(chunk, value, host_victims):
-                self._give_up_device(chunk)
+                self._ledger.give_up_device(chunk)
             else:
                 self._drop(chunk)
 
@@ -507,8 +393,7 @@ class CacheManager:
         Returns:
             False if the host has no page for it: everything there is worth more.
         """
-        page = self._host.allocate()
-        while page is None:
+        while (copy := self._ledger.start_copy_out(chunk)) is None:
             found = host_victims.peek()
             if found is None:
                 return False
@@ -519,29 +404,18 @@ class CacheManager:
             if victim.device_page is None:
                 self._drop(victim)
             else:
-                self._give_up_host(victim)
-            page = self._host.allocate()
-        self._count(chunk, -1)
-        chunk.host_page, chunk.arriving = page, True
-        self._count(chunk, +1)
-        self._arriving[page] = chunk
-        assert chunk.device_page is not None
-        self._swap_outs.append(PageCopy(device_page=chunk.device_page, host_page=page))
+                self._ledger.give_up_host(victim)
+        self._swap_outs.append(copy)
         return True
 
     def _drop(self, chunk: Chunk) -> None:
         self._counters.chunks_dropped += 1
-        self._remove(chunk)
+        self._ledger.remove(chunk)
 
 
 def _page(chunk: Chunk | None) -> int:
     assert chunk is not None and chunk.device_page is not None
     return chunk.device_page
-
-
-def _none(page: int | None) -> int:
-    """A key that no page has, for a chunk without one."""
-    return -1 if page is None else page
 
 
 def _evictable(chunk: Chunk) -> bool:
@@ -553,6 +427,6 @@ def _device_only(chunk: Chunk) -> bool:
 
 
 def _in_host(chunk: Chunk) -> bool:
-    """The host page may be given up. A running conversation may be about to load the ones it has only there."""
+    """The host page may be given up. A running conversation may be about to load what it has only there."""
     free = chunk.host_page is not None and not chunk.arriving and not chunk.loading
     return free and (chunk.pins == 0 or chunk.device_page is not None)

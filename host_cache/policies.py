@@ -13,17 +13,12 @@ MIN_IDLE_S = 1e-6
 
 
 class EvictionPolicy(Protocol):
-    """The interface of a policy. Values must not fall along the order in which a conversation's chunks leave."""
+    """The interface of a policy. In the order in which a conversation's chunks leave, values never fall."""
 
-    @property
-    def name(self) -> str:
-        """Short name, as in a configuration."""
-        ...
-
-    @property
-    def leading_first(self) -> bool:
-        """Whether a conversation's leading chunks leave first; False: its last ones."""
-        ...
+    name: ClassVar[str]
+    """Short name, as in a configuration."""
+    leading_first: ClassVar[bool]
+    """Whether a conversation's leading chunks leave first; False: its last ones."""
 
     def value(self, *, context_tokens: int, idle_s: float) -> float:
         """What it is worth to keep a chunk.
@@ -55,7 +50,7 @@ class RetentionValue:
 
 @dataclass(frozen=True, slots=True)
 class Lru:
-    """The conversation that has been idle longest first, leading chunks first (the paper's figure 14 baseline)."""
+    """The conversation that has been idle longest first, leading chunks first (paper, figure 14)."""
 
     name: ClassVar[str] = "lru"
     leading_first: ClassVar[bool] = True

@@ -36,7 +36,9 @@ class PageMover:
         self._pool = pool
         self._device = page_sharding
         self._host = page_sharding.with_memory_kind("pinned_host")
-        self._devices = list(page_sharding.mesh.devices.flat)
+        devices = page_sharding.mesh.devices
+        assert devices is not None, "a mesh of real devices"
+        self._devices = list(devices.flat)
         self._in_flight: deque[_SwapOut] = deque()
         self._slots: deque[tuple[list[np.ndarray], jax.Array | None]] = deque()
         """Staging buffers, one array per shard, and the last array that was copied from them."""
@@ -64,7 +66,7 @@ class PageMover:
         failed: list[PageCopy] = []
         while self._in_flight:
             oldest = self._in_flight[0]
-            if not wait and not all(layer.is_ready() for layer in oldest.staged):
+            if not wait and not all(_is_ready(layer) for layer in oldest.staged):
                 break
             self._in_flight.popleft()
             try:
@@ -145,3 +147,7 @@ class PageMover:
             shards = sorted(staged.addressable_shards, key=lambda shard: shard.index[2].start or 0)
             for target, shard in zip(layer, shards, strict=True):
                 target[host_pages] = np.asarray(shard.data)[: len(host_pages)]
+
+
+def _is_ready(array: jax.Array) -> bool:
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  (missing in the stubs)

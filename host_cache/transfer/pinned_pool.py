@@ -1,20 +1,23 @@
-"""The host tier's memory: one NumPy array per layer and shard, registered with the device for direct copies."""
+"""The host tier's memory: a NumPy array per layer and shard, registered with the device for direct copies."""
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
-import jax
 import numpy as np
 import psutil
 
 from host_cache.errors import TransferError
+
+type Device = Any
+"""A `jax.Device`; jax gives type checkers no name for it."""
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 30
 """Memory is touched and reported in pieces of this size, so that a large pool shows progress."""
 
 
-def register_pinned(array: np.ndarray, device: jax.Device) -> bool:
+def register_pinned(array: np.ndarray, device: Device) -> bool:
     """Register an array's memory with a device, so that copies go at the link's full rate.
 
     The array must outlive the process's use of it. (Measured on an H200: 52 GB/s from registered memory,
@@ -37,7 +40,7 @@ def register_pinned(array: np.ndarray, device: jax.Device) -> bool:
     return True
 
 
-def unregister_pinned(array: np.ndarray, device: jax.Device) -> None:
+def unregister_pinned(array: np.ndarray, device: Device) -> None:
     """Undo `register_pinned`, before the array's memory is freed."""
     if device.platform != "cpu":
         device.client.dma_unmap(array.ctypes.data)
@@ -56,7 +59,7 @@ class PinnedPool:
         num_pages: int,
         page_shape: tuple[int, ...],
         dtype: np.dtype,
-        devices: list[jax.Device],
+        devices: list[Device],
         check_memory: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+type Array = jax.Array | np.ndarray
 
 
-def kv_write(kv_pages: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
+def kv_write(kv_pages: jax.Array, k: jax.Array, v: jax.Array, pages: Array, slots: Array) -> jax.Array:
     """Write the keys and values of a batch's tokens to their places. In place where the pool is donated.
 
     Args:
@@ -23,7 +26,9 @@ def kv_write(kv_pages: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, 
     _, two, num_kv_heads, _, head_dim = kv_pages.shape
     expected = (k.shape[0], num_kv_heads, head_dim)
     if two != 2 or k.shape != expected or v.shape != expected:
-        raise ValueError(f"k, v: got shapes {k.shape}, {v.shape}, expected {expected} for a pool {kv_pages.shape}")
+        raise ValueError(
+            f"k, v: got shapes {k.shape}, {v.shape}, expected {expected} for a pool {kv_pages.shape}"
+        )
     if k.dtype != kv_pages.dtype or v.dtype != kv_pages.dtype:
         raise ValueError(f"k, v: got dtypes {k.dtype}, {v.dtype}, expected {kv_pages.dtype} as the pool")
     kv = jnp.stack([k, v], axis=1)  # [num_tokens, 2, num_kv_heads, head_dim]

@@ -49,15 +49,21 @@ def multi_token_attention(
     check(q.ndim == 3, "q", f"shape {q.shape}", "[num_tokens, num_heads, head_dim]")
     pool = "[num_pages, 2, num_kv_heads, page_size, head_dim]"
     check(kv_pages.ndim == 5 and kv_pages.shape[1] == 2, "kv_pages", f"shape {kv_pages.shape}", pool)
-    check(kv_pages.shape[4] == q.shape[2], "kv_pages", f"head_dim {kv_pages.shape[4]}", f"{q.shape[2]} as in q")
+    check(
+        kv_pages.shape[4] == q.shape[2], "kv_pages", f"head_dim {kv_pages.shape[4]}", f"{q.shape[2]} as in q"
+    )
     heads = f"a divisor of q's {q.shape[1]} heads"
     check(q.shape[1] % kv_pages.shape[2] == 0, "kv_pages", f"{kv_pages.shape[2]} kv heads", heads)
     check(jnp.issubdtype(q.dtype, jnp.floating), "q", f"dtype {q.dtype}", "a floating dtype")
     check(kv_pages.dtype == q.dtype, "kv_pages", f"dtype {kv_pages.dtype}", f"{q.dtype} as in q")
-    check(sliding_window is None or sliding_window >= 1, "sliding_window", sliding_window, "None or at least 1")
+    check(
+        sliding_window is None or sliding_window >= 1, "sliding_window", sliding_window, "None or at least 1"
+    )
     check(logit_soft_cap is None or logit_soft_cap > 0, "logit_soft_cap", logit_soft_cap, "None or above 0")
     known = ", ".join(IMPLEMENTATIONS)
-    check(implementation is None or implementation in IMPLEMENTATIONS, "implementation", implementation, known)
+    check(
+        implementation is None or implementation in IMPLEMENTATIONS, "implementation", implementation, known
+    )
     run = IMPLEMENTATIONS[implementation or next(iter(IMPLEMENTATIONS))]
     return run(
         q,

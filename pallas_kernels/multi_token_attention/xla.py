@@ -12,8 +12,9 @@ from pallas_kernels.multi_token_attention.plan import AttentionPlan
 
 KV_BLOCK_TOKENS = 256
 """Keys of one block. Large enough to make products of it, small enough that short rows waste little."""
-TILES_AT_ONCE = 8
-"""Tiles computed together; they share the number of blocks of the longest."""
+DECODE_TILES_AT_ONCE = 8
+"""Tiles of one query that are computed together; they share the number of blocks of the longest. Larger
+tiles fill a product by themselves and go one at a time, so that padding tiles cost nothing."""
 
 
 def attention_xla(
@@ -54,38 +55,40 @@ def attention_xla(
     def group_of_tiles(args: tuple[jax.Array, ...]) -> jax.Array:
         tile_row, tile_tokens, tile_positions, begin, end = args
         size = tile_row.shape[0]
+        # All queries that share a kv head are the rows of one matrix: [tiles, kv_heads, group * q, head_dim].
         tile_q = q.at[tile_tokens].get(mode="fill", fill_value=0)
-        tile_q = tile_q.reshape(size, block_q, num_kv_heads, group, head_dim)
+        tile_q = tile_q.reshape(size, block_q, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+        tile_q = tile_q.reshape(size, num_kv_heads, group * block_q, head_dim)
+        row_positions = jnp.tile(tile_positions, (1, group))[:, None, :, None]
 
         def block(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, peak, total = carry
             pages = lax.dynamic_slice_in_dim(table, i * pages_per_block, pages_per_block, axis=1)[tile_row]
-            kv = kv_pages[pages]  # [tiles, pages, 2, kv_heads, page_size, head_dim]
             keys = i * block_kv + jnp.arange(block_kv)
-            held = (keys < end[:, None]).reshape(size, pages_per_block, page_size)
             # Slots past the end may hold anything, NaN too: 0 x NaN is NaN, so they are cleared first.
-            kv = jnp.where(held[:, :, None, None, :, None], kv, 0)
-            k, v = kv[:, :, 0], kv[:, :, 1]
-            scores = jnp.einsum("tqhgd,tphsd->thgqps", tile_q, k, preferred_element_type=jnp.float32)
-            scores = scores.reshape(size, num_kv_heads, group, block_q, block_kv) * scale
+            held = (keys < end[:, None])[:, None, :, None]
+            kv = kv_pages[pages].transpose(
+                2, 0, 3, 1, 4, 5
+            )  # [2, tiles, kv_heads, pages, page_size, head_dim]
+            k, v = jnp.where(held, kv.reshape(2, size, num_kv_heads, block_kv, head_dim), 0)
+            scores = jnp.einsum("thmd,thkd->thmk", tile_q, k, preferred_element_type=jnp.float32) * scale
             if logit_soft_cap is not None:
                 scores = logit_soft_cap * jnp.tanh(scores / logit_soft_cap)
-            distance = tile_positions[:, :, None] - keys
-            seen = (distance >= 0) & (keys < end[:, None, None])
+            distance = row_positions - keys
+            seen = (distance >= 0) & (keys < end[:, None, None, None])
             if sliding_window is not None:
                 seen &= distance < sliding_window
-            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+            scores = jnp.where(seen, scores, -jnp.inf)
             new_peak = jnp.maximum(peak, scores.max(-1))
             safe_peak = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
             weights = jnp.exp(scores - safe_peak[..., None])
             fade = jnp.exp(peak - safe_peak)
-            v = v.transpose(0, 2, 1, 3, 4).reshape(size, num_kv_heads, block_kv, head_dim)
             part = jnp.einsum(
-                "thgqk,thkd->thgqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+                "thmk,thkd->thmd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
             )
             return acc * fade[..., None] + part, new_peak, total * fade + weights.sum(-1)
 
-        shape = (size, num_kv_heads, group, block_q)
+        shape = (size, num_kv_heads, group * block_q)
         start = (
             jnp.zeros((*shape, head_dim), jnp.float32),
             jnp.full(shape, -jnp.inf, jnp.float32),
@@ -95,9 +98,10 @@ def attention_xla(
         last = -(-jnp.max(end) // block_kv)
         acc, _, total = lax.fori_loop(first, last, block, start)
         out = acc / jnp.where(total == 0, 1.0, total)[..., None]
-        return out.transpose(0, 3, 1, 2, 4).reshape(size, block_q, num_heads, head_dim).astype(q.dtype)
+        out = out.reshape(size, num_kv_heads, group, block_q, head_dim).transpose(0, 3, 1, 2, 4)
+        return out.reshape(size, block_q, num_heads, head_dim).astype(q.dtype)
 
-    batch = min(TILES_AT_ONCE, num_tiles)
+    batch = min(DECODE_TILES_AT_ONCE, num_tiles) if block_q == 1 else 1
     padded = -(-num_tiles // batch) * batch
 
     def grouped(x: jax.Array, fill: int) -> jax.Array:

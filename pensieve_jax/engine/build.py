@@ -134,7 +134,7 @@ def make_policy(tiers: TierConfig, model: ServableModel) -> EvictionPolicy:
     return RetentionValue(cost)
 
 
-def tier_sizes(spec: ModelSpec, tiers: TierConfig, device: jax.Device, num_shards: int) -> CacheConfig:
+def tier_sizes(spec: ModelSpec, tiers: TierConfig, device: Any, num_shards: int) -> CacheConfig:
     """The sizes of both tiers, given or from what the machine has.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Executes step plans: batch arrays, cache transfers, model steps, sampling. Knows nothing of the scheduler."""
+"""Executes step plans: batch arrays, transfers, model steps, sampling. Knows nothing of the scheduler."""

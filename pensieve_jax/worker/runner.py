@@ -59,11 +59,10 @@ class ModelRunner:
         self._pool_shape = (num_pages, 2, spec.num_kv_heads, page_tokens, spec.head_dim)
         self.set_weights(model)
         self.reset_pool()
-        static = {"static_argnames": "graphs"}
-        self._embed = jax.jit(self._embed_step, **static)
-        self._layer = jax.jit(self._layer_step, donate_argnames="kv", **static)
-        self._head = jax.jit(self._head_step, **static)
-        self._whole = jax.jit(self._whole_step, donate_argnames="pools", **static)
+        self._embed = jax.jit(self._embed_step, static_argnames="graphs")
+        self._layer = jax.jit(self._layer_step, static_argnames="graphs", donate_argnames="kv")
+        self._head = jax.jit(self._head_step, static_argnames="graphs")
+        self._whole = jax.jit(self._whole_step, static_argnames="graphs", donate_argnames="pools")
         self._scatter = jax.jit(scatter_pages, donate_argnums=0)
         self._gather = jax.jit(lambda pools, pages: [gather_pages(pool, pages) for pool in pools])
         self._fill = jax.jit(

@@ -268,7 +268,11 @@ def test_clear_and_misuse():
     cache.check()
     assert cache.turn("a", 16, history=12).tokens_from_device == 0
     plan = cache.admit("a", 17, history=16)
-    for misuse in (cache.manager.forget, lambda c: cache.manager.truncate(c, 3), lambda c: cache.admit(c, 20)):
+    for misuse in (
+        cache.manager.forget,
+        lambda c: cache.manager.truncate(c, 3),
+        lambda c: cache.admit(c, 20),
+    ):
         with pytest.raises(IntegrityError, match="running"):
             misuse("a")
     with pytest.raises(IntegrityError, match="never computed"):
@@ -308,7 +312,13 @@ def test_retention_value_orders_by_cost_over_idle_time():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("device_pages", 0), ("host_pages", -1), ("page_tokens", 0), ("swap_out_below", 1.5), ("running_reserve", 1.0)],
+    [
+        ("device_pages", 0),
+        ("host_pages", -1),
+        ("page_tokens", 0),
+        ("swap_out_below", 1.5),
+        ("running_reserve", 1.0),
+    ],
 )
 def test_bad_sizes_are_refused(name, value):
     with pytest.raises(ValueError, match=name):

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from host_cache.config import CacheConfig
 from host_cache.cost_model import RecomputeCost
+from host_cache.ledger import Ledger
 from host_cache.manager import CacheCounters, CacheManager
 from host_cache.policies import Lru, RetentionValue
 
@@ -218,7 +219,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.copying)
     @rule(count=st.integers(1, 5), ok=st.integers(0, 9))
     def end_copies(self, count, ok):
-        """The oldest copies end only now: until then nobody may have relied on them, or reused their pages."""
+        """The oldest copies end only now: until then nobody may rely on them or reuse their pages."""
         for _ in range(min(count, len(self.copying))):
             copy, held = self.copying.pop(0)
             if ok:
@@ -275,7 +276,7 @@ def test_the_machine_notices_a_page_reused_too_soon(monkeypatch):
             self._host.release(page)
             chunk.host_page, chunk.arriving = None, False
 
-    monkeypatch.setattr(CacheManager, "_give_up_host", release_at_once)
+    monkeypatch.setattr(Ledger, "give_up_host", release_at_once)
     case = variant("FaultyMachine")
     case.settings = settings(case.settings, phases=[Phase.generate])
     with pytest.raises(Exception):  # noqa: B017, PT011  (which check notices it first doesn't matter)

@@ -37,7 +37,9 @@ def make_batch(rng, lens, *, page_size=32, kv_heads=2, group=2, head_dim=16, spa
 
 
 rows = st.lists(
-    st.tuples(st.integers(1, 70), st.integers(0, 300)).map(lambda t: (t[0], t[0] + t[1])), min_size=1, max_size=6
+    st.tuples(st.integers(1, 70), st.integers(0, 300)).map(lambda t: (t[0], t[0] + t[1])),
+    min_size=1,
+    max_size=6,
 )
 
 
@@ -49,7 +51,9 @@ def test_matches_reference(lens, page_size, group, seed):
     np.testing.assert_allclose(got, reference_attention(q, pool, plan), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("options", [{"sliding_window": 20}, {"sliding_window": 1}, {"logit_soft_cap": 5.0}, {"scale": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{"sliding_window": 20}, {"sliding_window": 1}, {"logit_soft_cap": 5.0}, {"scale": 0.5}]
+)
 @pytest.mark.parametrize("lens", [[(1, 600), (1, 3), (1, 257)], [(40, 700), (1, 90), (300, 300)]])
 def test_options(lens, options):
     q, pool, plan = make_batch(np.random.default_rng(1), lens)
@@ -109,7 +113,9 @@ def test_kv_write_puts_tokens_in_place_and_padding_nowhere():
     rng = np.random.default_rng(5)
     pool = rng.standard_normal((4, 2, 2, 8, 4)).astype(np.float32)
     k, v = rng.standard_normal((2, 3, 2, 4)).astype(np.float32)
-    got = jax.jit(kv_write, donate_argnums=0)(jnp.asarray(pool), k, v, np.array([2, 0, 4]), np.array([7, 0, 3]))
+    got = jax.jit(kv_write, donate_argnums=0)(
+        jnp.asarray(pool), k, v, np.array([2, 0, 4]), np.array([7, 0, 3])
+    )
     want = pool.copy()
     want[2, 0, :, 7], want[2, 1, :, 7], want[0, 0, :, 0], want[0, 1, :, 0] = k[0], v[0], k[1], v[1]
     np.testing.assert_array_equal(got, want)
