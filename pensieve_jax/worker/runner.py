@@ -22,7 +22,8 @@ from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, sample
 KV_SPEC = P(None, None, TENSOR_AXIS)
 """Pools and staged pages [pages, 2, kv_heads, page_size, head_dim] are split over kv heads."""
 LOOK_AHEAD = 2
-"""Layers whose swap-in is issued before a layer's compute (measured on an H200: 1 hides all but a tenth)."""
+"""Layers whose swap-in is issued ahead of a layer's compute: a transfer that is enqueued behind compute waits
+for all of it."""
 
 type StageIn = Callable[[int], jax.Array]
 """Layer number -> its staged pages on the device, still being copied."""
