@@ -99,9 +99,13 @@ class PageMover:
                 last.block_until_ready()
             parts = []
             for source, buffer, device in zip(self._pool.layers[layer], slot, self._devices, strict=True):
-                np.take(source, host_pages, axis=0, out=buffer[: len(host_pages)])
-                # The buffer is used again, so a backend that shares memory with NumPy (CPU) has to copy.
-                parts.append(jax.device_put(buffer[:padded], device, may_alias=False))
+                filled = buffer[:padded]
+                if device.platform == "cpu":
+                    # The buffer is used again, but a CPU array shares the memory of an aligned NumPy array,
+                    # with may_alias=False too (jax 0.11.2). So it gets memory of its own to share.
+                    filled = np.empty_like(filled)
+                np.take(source, host_pages, axis=0, out=filled[: len(host_pages)])
+                parts.append(jax.device_put(filled, device))
             shape = (padded, *self._global_page_shape(parts[0].shape[1:]))
             staged = jax.make_array_from_single_device_arrays(shape, self._device, parts)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
