@@ -87,6 +87,10 @@ class ModelRunner:
                 jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(self.mesh, s)), state, specs)
                 for state, specs in zip(states, self._specs, strict=True)
             ]
+        else:
+            # Without a copy. Weights that are committed to a device, as the pools are, make the embedding's
+            # output like a layer's, which spares compiling the layer twice.
+            states = jax.device_put(states, NamedSharding(self.mesh, P()))
         self._graphs, self._states = tuple(graphs), list(states)
 
     def reset_pool(self) -> None:
