@@ -89,34 +89,38 @@ class PinnedPool:
         self.layers: list[list[np.ndarray]] = []
         self._devices = list(devices)
         done = 0
-        for _ in range(num_layers):
-            shards = []
-            for device in devices:
-                array = self._allocate((num_pages, *page_shape), dtype)
-                if array.nbytes:
-                    register_pinned(array, device)
-                shards.append(array)
-                done += array.nbytes
-                if progress is not None:
-                    progress(done, total)
-            self.layers.append(shards)
+        try:
+            for _ in range(num_layers):
+                self.layers.append([])
+                for device in devices:
+                    array = self._allocate((num_pages, *page_shape), dtype, device)
+                    self.layers[-1].append(array)
+                    done += array.nbytes
+                    if progress is not None:
+                        progress(done, total)
+        except BaseException:
+            self.close()
+            raise
         logger.info("host tier: %d pages, %.2f GB", num_pages, total / 1e9)
 
     def close(self) -> None:
         """Free the memory. Nothing may be copied from or to it any more."""
         for shards in self.layers:
-            for array, device in zip(shards, self._devices, strict=True):
+            for array, device in zip(shards, self._devices, strict=False):  # fewer if one was refused
                 if array.nbytes:
                     unregister_pinned(array, device)
         self.layers = []
 
     @staticmethod
-    def _allocate(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def _allocate(shape: tuple[int, ...], dtype: np.dtype, device: Device) -> np.ndarray:
         try:
             array = np.empty(shape, dtype)
         except MemoryError as error:
             raise TransferError(f"host tier: no memory for an array of shape {shape}") from error
-        flat = array.reshape(-1).view(np.uint8)
-        for start in range(0, flat.size, PIECE_BYTES):
-            flat[start : start + PIECE_BYTES : 4096] = 0  # touch each page, so that memory is really there
+        if array.nbytes and device.platform != "cpu":  # a CPU pins nothing: memory comes as it is used
+            flat = array.reshape(-1).view(np.uint8)
+            for start in range(0, flat.size, PIECE_BYTES):
+                piece = flat[start : start + PIECE_BYTES : 4096]
+                piece[...] = 0  # touch each page, so that memory is really there
+            register_pinned(array, device)
         return array
