@@ -49,7 +49,7 @@ def nth(n):
 
 def trouble(engine):
     """Put a troubled mover in place of an engine's own."""
-    worker = engine._parts.worker
+    worker = engine._turns.parts.worker
     worker._mover = TroubledMover(worker._mover)
     return worker._mover
 
@@ -64,19 +64,19 @@ def shared_engine():
 @pytest.fixture
 def engine(shared_engine):
     yield shared_engine
-    mover = shared_engine._parts.worker._mover
+    mover = shared_engine._turns.parts.worker._mover
     mover.fails_in = mover.fails_out = mover.late = lambda: False
     assert not shared_engine.step()
     for conversation_id in list(shared_engine.conversation_ids()):
         shared_engine.delete(conversation_id)
     shared_engine.settle()
     shared_engine.check_integrity()
-    assert len(shared_engine._cache.free_device_pages()) == 12
+    assert len(shared_engine._turns.cache.free_device_pages()) == 12
 
 
 @pytest.fixture
 def mover(engine):
-    return engine._parts.worker._mover
+    return engine._turns.parts.worker._mover
 
 
 # -- a step fails --------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_step_fails(engine, monkeypatch, step, way):
     queued = chats[0].submit([8])
     for _ in range(step):
         engine.step()
-    break_once(monkeypatch, engine._parts.worker._runner, way)
+    break_once(monkeypatch, engine._turns.parts.worker._runner, way)
     assert engine.step()
     failed = [turn.done for turn in turns]
     assert failed[0] and not any(failed[4:])
@@ -138,7 +138,7 @@ def test_suspended_turn_survives_a_failed_step(monkeypatch):
         turns = [chat.submit(tokens, max_tokens=110) for chat, tokens in zip(chats, given, strict=True)]
         while engine.num_suspensions == 0:
             engine.step()
-        break_once(monkeypatch, engine._parts.worker._runner, "pool lost")
+        break_once(monkeypatch, engine._turns.parts.worker._runner, "pool lost")
         engine.step()
         with pytest.raises(EngineError, match="a step failed"):
             turns[0].result()
@@ -153,7 +153,7 @@ def test_failed_step_in_the_engines_thread(monkeypatch):
         chat = Chat(engine)
         chat.turn(ids(40))
         for wait in (lambda turn: turn.result(), list, lambda turn: asyncio.run(_awaited(turn))):
-            break_once(monkeypatch, engine._parts.worker._runner, "pool lost")
+            break_once(monkeypatch, engine._turns.parts.worker._runner, "pool lost")
             with pytest.raises(EngineError, match="a step failed"):
                 wait(chat.submit([1, 2]))
             chat.assert_rolled_back()
@@ -173,7 +173,7 @@ def test_failure_that_nothing_recovers_from(monkeypatch):
         def schedule(now):
             raise IntegrityError("the books are wrong in a test")
 
-        monkeypatch.setattr(engine._scheduler, "schedule", schedule)
+        monkeypatch.setattr(engine._turns.scheduler, "schedule", schedule)
         turns = [engine.submit(chat.id, [1]), engine.submit(chat.id, [2])]
         with pytest.raises(EngineError, match="the engine failed: IntegrityError: the books are wrong"):
             asyncio.run(_awaited(turns[0]))
@@ -345,7 +345,7 @@ def test_failing_log_rolls_the_turn_back(engine, monkeypatch):
     def append_turn(*_):
         raise EngineError("the disk is full in a test")
 
-    monkeypatch.setattr(engine._log, "append_turn", append_turn)
+    monkeypatch.setattr(engine._conversations._log, "append_turn", append_turn)
     with pytest.raises(EngineError, match="the disk is full"):
         chat.conversation.send([1, 2], SamplingParams(max_tokens=3))
     chat.assert_rolled_back()

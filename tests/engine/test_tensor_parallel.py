@@ -67,7 +67,7 @@ def conversation(model, num_shards, execution):
                 evict(engine, 8 * 32)
         engine.settle()
         engine.check_integrity()
-        kv = engine._parts.worker._runner._pools[0]
+        kv = engine._turns.parts.worker._runner._pools[0]
         assert {shard.data.shape[2] for shard in kv.addressable_shards} == {4 // num_shards}
         tokens = [engine.token_ids(chat.id).tolist() for chat in chats]
     assert hosts[1] > 0, "pages came back from the host"

@@ -75,7 +75,7 @@ def assert_nothing_leaks(engine):
         engine.delete(conversation_id)
     engine.settle()
     engine.check_integrity()
-    assert len(engine._cache.free_device_pages()) == engine.cache_config.device_pages
+    assert len(engine._turns.cache.free_device_pages()) == engine.cache_config.device_pages
 
 
 # -- streaming -----------------------------------------------------------------------------------
@@ -202,13 +202,13 @@ def test_cancel_while_suspended(crowded):
 
 def test_queued_turn_runs_after_a_cancel(threaded, monkeypatch):
     """Also if the thread looks for work between the end of one turn and the start of the next."""
-    end = threaded._scheduler.end
+    end = threaded._turns.scheduler.end
 
     def slow_end(request, now):
         end(request, now)
         time.sleep(0.05)
 
-    monkeypatch.setattr(threaded._scheduler, "end", slow_end)
+    monkeypatch.setattr(threaded._turns.scheduler, "end", slow_end)
     for _ in range(3):
         chat = Chat(threaded)
         first, second = chat.submit([1, 2], max_tokens=200), chat.submit([3])
@@ -538,7 +538,7 @@ def test_cancelled_task_cancels_the_turn(threaded):
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
-        assert threaded._scheduler.has_work is False
+        assert threaded._turns.scheduler.has_work is False
         return await chat.conversation.asend([3], SamplingParams(max_tokens=3))
 
     result = asyncio.run(main())

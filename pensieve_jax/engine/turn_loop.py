@@ -1,0 +1,285 @@
+"""The step loop: turns in, one step after the other, results out. For one thread at a time."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from host_cache.manager import CacheManager
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.errors import (
+    ContextTooLongError,
+    EngineError,
+    InvalidArgumentError,
+    PensieveError,
+    RequestTooLargeError,
+)
+from pensieve_jax.core.plans import StepPlan, StepResult
+from pensieve_jax.core.types import FinishReason, SamplingParams, TurnReceipt
+from pensieve_jax.engine.answer import Answer, receipt_of
+from pensieve_jax.engine.build import EngineParts
+from pensieve_jax.engine.inputs import TurnInput
+from pensieve_jax.engine.registry import ConversationRegistry
+from pensieve_jax.engine.state import ActiveTurn, ConversationState
+from pensieve_jax.engine.turn import Turn, TurnDelta, TurnResult
+from pensieve_jax.models.interface import ModelSpec
+from pensieve_jax.scheduler.request import Request, RequestOutput
+from pensieve_jax.scheduler.scheduler import Scheduler
+from pensieve_jax.store.log import TurnRecord
+
+logger = logging.getLogger(__name__)
+
+
+class TurnLoop:
+    """Carries turns from their input to their end: encodes, schedules, executes, delivers, logs.
+
+    Cache and scheduler are replaced as a whole when a step has failed.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        config: EngineConfig,
+        conversations: ConversationRegistry,
+        *,
+        spec: ModelSpec,
+        tokenizer: Any | None,
+        end_token_ids: frozenset[int],
+        clock: Callable[[], float],
+    ) -> None:
+        """Args:
+        parts: worker, encoder, policy and sizes.
+        config: sizes and choices.
+        conversations: where finished turns go.
+        spec: of the model.
+        tokenizer: of `transformers`; None: token ids alone.
+        end_token_ids: ids that end a turn.
+        clock: seconds.
+        """
+        self.parts = parts
+        self.max_context_tokens = min(
+            config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens
+        )
+        self._config = config
+        self._conversations = conversations
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._end_token_ids = end_token_ids
+        self._clock = clock
+        self._active: dict[int, ActiveTurn] = {}
+        """Request id -> the unfinished turn that waits or runs."""
+        self._random = np.random.default_rng(config.seed)
+        self._next_request_id = 0
+        self._poisoned: frozenset[int] = frozenset()
+        self._start_cache()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn waits or runs."""
+        return self.scheduler.has_work
+
+    def step(self) -> bool:
+        """Run one step, if there is work.
+
+        Returns:
+            whether there was.
+
+        Raises:
+            IntegrityError: the cache's books don't add up (only a `paranoid` engine looks).
+        """
+        if not self.has_work:
+            return False
+        plan = self.scheduler.schedule(self._clock())
+        result = self._execute(plan)
+        if result is not None:
+            self._deliver(self.scheduler.apply(plan, result, self._clock()))
+        return True
+
+    def settle(self) -> None:
+        """Wait until all copies to the host have ended."""
+        plan = StepPlan(rows=(), swap_ins=(), swap_outs=self.cache.take_swap_outs())
+        result = self._execute(plan)
+        if result is not None:
+            self.scheduler.apply(plan, result, self._clock())
+
+    def cancel(self, turn: Turn, state: ConversationState) -> None:
+        """End a turn that has not ended, and roll its conversation back."""
+        if state.active is not None and state.active.turn is turn:
+            self._cancel_active(state.active)
+        else:
+            state.queued = type(state.queued)(entry for entry in state.queued if entry[0] is not turn)
+            turn.end(_empty_result(turn, FinishReason.CANCELLED, None))
+
+    def cancel_all(self) -> None:
+        """End all unfinished turns."""
+        while self._active:
+            self._cancel_active(next(iter(self._active.values())))
+
+    def fail_all(self, error: EngineError) -> None:
+        """End all unfinished turns with an error, and forget what is cached."""
+        self._start_cache()
+        while self._active:
+            self._end(next(iter(self._active.values())), error)
+
+    def start(
+        self, state: ConversationState, turn: Turn, given: TurnInput, params: SamplingParams | None
+    ) -> None:
+        """Queue a turn of a conversation that is not busy, or raise with nothing changed."""
+        encoded = self.parts.encoder.encode(state, given)
+        history = len(state.tokens)
+        num_prompt = history + len(encoded.token_ids)
+        params = self._completed(params or SamplingParams(), num_prompt)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_token_ids)
+        now = self._clock()
+        request = Request(
+            id=self._next_request_id,
+            conversation_id=state.id,
+            params=params,
+            stop_token_ids=stops,
+            tokens=np.concatenate([state.tokens, encoded.token_ids]),
+            num_tokens=num_prompt,
+            num_prompt_tokens=num_prompt,
+            num_history_tokens=max(0, history - 1),  # the last one was produced, but never computed
+            arrived_s=now,
+        )
+        self._next_request_id += 1
+        state.active = self._active[request.id] = ActiveTurn(
+            state=state,
+            turn=turn,
+            request=request,
+            answer=Answer(self._tokenizer, params.stop),
+            messages=encoded.messages,
+            note=encoded.note,
+        )
+        self.scheduler.submit(request, now)
+
+    def _completed(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
+        """Parameters with seed and `max_tokens` set, after everything is known to fit."""
+        outside = [i for i in params.logit_bias if not 0 <= i < self._spec.vocab_size]
+        if outside:
+            raise InvalidArgumentError(
+                f"logit_bias: got token id {outside[0]}, expected ids from 0 to {self._spec.vocab_size - 1}"
+            )
+        wanted = params.max_tokens or 1
+        if num_prompt + wanted > self.max_context_tokens:
+            raise ContextTooLongError(
+                f"input: got {num_prompt} tokens with the history and {wanted} to produce, "
+                f"expected at most {self.max_context_tokens} in all"
+            )
+        # The last token produced is never computed, so it needs no place.
+        pool = self.parts.cache_config.device_pages * self.parts.cache_config.page_tokens
+        if num_prompt + wanted - 1 > pool:
+            raise RequestTooLargeError(
+                f"input: got {num_prompt} tokens with the history and {wanted} to produce, "
+                f"expected at most {pool + 1}, what the device pool holds"
+            )
+        room = min(self.max_context_tokens, pool + 1) - num_prompt
+        seed = params.seed if params.seed is not None else int(self._random.integers(2**63))
+        return replace(params, seed=seed, max_tokens=params.max_tokens or room)
+
+    def _start_cache(self) -> None:
+        parts = self.parts
+        self.cache = CacheManager(parts.cache_config, parts.policy)
+        self.scheduler = Scheduler(self.cache, self._config.scheduler)
+
+    def _execute(self, plan: StepPlan) -> StepResult | None:
+        """Run a plan. After a failure of the device the running turns have failed and the cache is empty."""
+        try:
+            result = self.parts.worker.execute(plan)
+        except Exception as error:
+            logger.exception("a step failed; its turns are given up and the cache starts anew")
+            self._recover(error)
+            return None
+        return result
+
+    def _recover(self, error: Exception) -> None:
+        turns = sorted(self._active.values(), key=lambda active: active.request.id)
+        self.parts.worker.reset()
+        self._poisoned = frozenset()
+        self._start_cache()
+        for active in turns:
+            if active.request.running:
+                reason = EngineError(f"a step failed, the turn was given up: {type(error).__name__}: {error}")
+                self._end(active, reason)
+            else:
+                self.scheduler.submit(active.request, self._clock())
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        if self._config.paranoid:
+            self._check_and_poison()
+        for output in outputs:
+            active = self._active[output.request_id]
+            text = active.answer.push(output.token, finished=output.finished)
+            active.turn.push(TurnDelta(text=text, tokens=(output.token,)))
+            if output.finished or active.answer.stopped:
+                if not output.finished:
+                    self.scheduler.end(active.request, self._clock())
+                stopped = output.stopped or active.answer.stopped
+                self._commit(active, FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+    def _check_and_poison(self) -> None:
+        self.cache.check_integrity()
+        free = frozenset(self.cache.free_device_pages())
+        self.parts.worker.poison(sorted(free - self._poisoned))
+        self._poisoned = free
+
+    def _commit(self, active: ActiveTurn, reason: FinishReason) -> None:
+        """A turn has ended well: log it, then tell its caller."""
+        state, request, answer = active.state, active.request, active.answer
+        record = TurnRecord(
+            input_ids=request.tokens[len(state.tokens) : request.num_prompt_tokens].copy(),
+            output_ids=request.tokens[request.num_prompt_tokens : request.num_tokens].copy(),
+            finish_reason=reason,
+            messages=active.messages,
+            output_text=answer.text,
+        )
+        try:
+            self._conversations.append(state, record)
+        except PensieveError as error:
+            self._end(active, error)
+            return
+        result = TurnResult(
+            conversation_id=state.id,
+            text=answer.text,
+            tokens=tuple(answer.tokens),
+            finish_reason=reason,
+            receipt=receipt_of(request),
+            note=active.note,
+        )
+        self._end(active, result)
+
+    def _cancel_active(self, active: ActiveTurn) -> None:
+        self.scheduler.end(active.request, self._clock())
+        receipt = receipt_of(active.request)
+        self._end(active, _empty_result(active.turn, FinishReason.CANCELLED, receipt))
+
+    def _end(self, active: ActiveTurn, outcome: TurnResult | PensieveError) -> None:
+        """Close a turn that the scheduler has let go: cut KV past the finished turns, start the next one."""
+        state = active.state
+        del self._active[active.request.id]
+        state.active = None
+        self.cache.open(state.id, self._clock())
+        self.cache.truncate(state.id, len(state.tokens))
+        active.turn.end(outcome)
+        while state.queued and not state.busy:
+            turn, given, params = state.queued.popleft()
+            try:
+                self.start(state, turn, given, params)
+            except PensieveError as error:
+                turn.end(error)
+            except Exception as error:  # as it would reach a caller whose turn needn't wait
+                logger.exception("a queued turn can't be started")
+                turn.end(EngineError(f"the turn can't be started: {type(error).__name__}: {error}"))
+
+
+def _empty_result(turn: Turn, reason: FinishReason, receipt: TurnReceipt | None) -> TurnResult:
+    return TurnResult(
+        conversation_id=turn.conversation_id,
+        text="",
+        tokens=(),
+        finish_reason=reason,
+        receipt=receipt,
+        note=None,
+    )
