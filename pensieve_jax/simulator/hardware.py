@@ -1,0 +1,139 @@
+"""Dimensions of models and rates of devices, by name. Rates are what programs reach, not what is printed on
+the box; each says where it comes from."""
+
+from dataclasses import dataclass
+
+H200_MATMUL_SHARE = 716 / 989
+"""Reached share of the H200's dense 16-bit peak, in a jitted chain of 8192^3 products (measured)."""
+H200_STEP_MEMORY_SHARE = 3.35 / 4.8
+"""Reached share of its memory rate in whole decode steps of a 13B model, batch 1 to 64 (measured)."""
+ATTENTION_SHARE = 0.5
+"""Reached rate of prefill attention over paged KV, as a share of that of matrix products. Measured: 355 to
+369 of 716 TFLOP/s (H200)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the step time and the cache depend on."""
+
+    name: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_parameters: int
+    """Weights that a token passes through; the input embedding isn't one of them."""
+    num_devices: int = 1
+    """Devices that it is spread over by tensor parallelism; the tiers' sizes and rates are per device."""
+    bytes_per_value: int = 2
+    """Of weights and KV."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV of one token over all layers, on one device."""
+        values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return values * self.bytes_per_value // self.num_devices
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights on one device."""
+        return self.num_parameters * self.bytes_per_value // self.num_devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """Rates of one device, and of its link to the host."""
+
+    name: str
+    matmul_flops_per_s: float
+    """Of matrix products in 16 bit."""
+    attention_flops_per_s: float
+    """Of attention of many query tokens."""
+    memory_bytes_per_s: float
+    """Of reading weights and KV."""
+    load_bytes_per_s: float
+    """Host to device, alone."""
+    store_bytes_per_s: float
+    """Device to host, alone."""
+    both_ways_share: float = 0.8
+    """What is left of either rate while both directions run: 18 to 20 % are lost (paper, section 5)."""
+    step_overhead_s: float = 0.0
+    """Time of a step that depends on nothing."""
+    all_reduce_latency_s: float = 25e-6
+    """Of one all-reduce of few bytes (measured, 2 H200: 22 to 27 us)."""
+    all_reduce_bytes_per_s: float = 200e9
+    """Of large all-reduces (measured, 2 H200: 134 MB in 567 us; halved for more devices and NVLink 3)."""
+    source: str
+    """Where the numbers come from, for people to read."""
+
+
+MODELS = {
+    shape.name: shape
+    for shape in (
+        # OPT (arXiv 2205.01068, table 1); weights of the layers and the tied output embedding.
+        ModelShape(
+            name="opt-13b",
+            num_layers=40,
+            num_heads=40,
+            num_kv_heads=40,
+            head_dim=128,
+            num_parameters=12_853_000_000,
+        ),
+        ModelShape(
+            name="opt-66b",
+            num_layers=64,
+            num_heads=72,
+            num_kv_heads=72,
+            head_dim=128,
+            num_parameters=65_700_000_000,
+            num_devices=4,
+        ),
+        # Llama 2 (arXiv 2307.09288) with KV heads reduced from 40 to 10, as the paper does (section 6.1):
+        # 12.85 billion less 2 * 5120 * 3840 in each layer.
+        ModelShape(
+            name="llama2-13b-kv10",
+            num_layers=40,
+            num_heads=40,
+            num_kv_heads=10,
+            head_dim=128,
+            num_parameters=11_279_000_000,
+        ),
+        ModelShape(
+            name="llama2-70b",
+            num_layers=80,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=128,
+            num_parameters=68_714_000_000,
+            num_devices=4,
+        ),
+    )
+}
+"""Models by name."""
+
+DEVICES = {
+    spec.name: spec
+    for spec in (
+        DeviceSpec(
+            name="a100-80gb",
+            matmul_flops_per_s=312e12 * H200_MATMUL_SHARE,
+            attention_flops_per_s=312e12 * H200_MATMUL_SHARE * ATTENTION_SHARE,
+            memory_bytes_per_s=1935e9 * H200_STEP_MEMORY_SHARE,
+            load_bytes_per_s=25e9,
+            store_bytes_per_s=25e9,
+            source="data sheet of the A100 80GB PCIe (Azure NC A100 v4: 312 TFLOP/s, 1935 GB/s), of which "
+            "the shares that were measured on an H200 are reached; PCIe 4.0 x16: 25 of 32 GB/s (assumed)",
+        ),
+        DeviceSpec(
+            name="h200",
+            matmul_flops_per_s=989e12 * H200_MATMUL_SHARE,
+            attention_flops_per_s=989e12 * H200_MATMUL_SHARE * ATTENTION_SHARE,
+            memory_bytes_per_s=4800e9 * H200_STEP_MEMORY_SHARE,
+            load_bytes_per_s=50.7e9,
+            store_bytes_per_s=52.0e9,
+            source="measured on an H200 with jax 0.11.2: products 716 TFLOP/s, decode steps 3.35 TB/s, "
+            "pinned host memory 50.7 and 52.0 GB/s",
+        ),
+    )
+}
+"""Devices by name."""

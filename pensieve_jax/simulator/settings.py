@@ -1,0 +1,101 @@
+"""What a simulation is told."""
+
+from dataclasses import dataclass, field
+
+from host_cache.config import CHUNK_TOKENS, CacheConfig
+from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.scheduler.scheduler import SchedulerConfig
+from pensieve_jax.simulator.hardware import DEVICES, MODELS, DeviceSpec, ModelShape
+from pensieve_jax.simulator.step_time import StepProfile
+from pensieve_jax.simulator.workload import MAX_CONTEXT_TOKENS
+
+DEVICE_KV_BYTES = 40 * 10**9
+"""KV on each GPU in the paper's evaluation (section 6.1)."""
+HOST_KV_BYTES = 200 * 10**9
+"""KV in the host. The paper's machines have 220 GB for each GPU; 20 GB are taken to serve everything else."""
+STEP_TOKENS = 2048
+"""Query tokens of a step. The paper has a threshold and doesn't give it; vLLM of that time took 2560."""
+MAX_ROWS = 256
+"""Rows of a step, as in vLLM of that time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """One simulated server."""
+
+    model: ModelShape
+    device: DeviceSpec
+    cache: CacheConfig
+    scheduler: SchedulerConfig = field(
+        default_factory=lambda: SchedulerConfig(step_tokens=STEP_TOKENS, max_rows=MAX_ROWS)
+    )
+    policy: str = "retention-value"
+    """Name of the eviction policy."""
+    profile: StepProfile | None = None
+    """Measured times in place of the estimate."""
+    max_context_tokens: int = MAX_CONTEXT_TOKENS
+    """Longer conversations are cut."""
+    hold_swap_outs: bool = True
+    """Copies to the host pause while swap-ins run."""
+    fast_decode: bool = True
+    """Advance many decode steps at once where nothing else happens. The result is the same."""
+
+
+def make_config(
+    *,
+    model: str = "opt-13b",
+    device: str = "a100-80gb",
+    policy: str = "retention-value",
+    device_kv_bytes: float = DEVICE_KV_BYTES,
+    host_kv_bytes: float = HOST_KV_BYTES,
+    page_tokens: int = CHUNK_TOKENS,
+    keep_state: bool = True,
+    step_tokens: int = STEP_TOKENS,
+    max_rows: int = MAX_ROWS,
+    profile: StepProfile | None = None,
+    fast_decode: bool = True,
+) -> SimulationConfig:
+    """A simulated server from names and sizes in bytes.
+
+    Args:
+        model: one of `MODELS`.
+        device: one of `DEVICES`.
+        policy: one of `POLICIES`.
+        device_kv_bytes: KV on each device.
+        host_kv_bytes: KV in the host for each device; 0 for none.
+        page_tokens: tokens of a chunk, hence of a page.
+        keep_state: False computes the whole history at every turn; the host tier is left out then.
+        step_tokens: query tokens of a step at most.
+        max_rows: rows of a step at most.
+        profile: measured times in place of the estimate.
+        fast_decode: as in `SimulationConfig`.
+
+    Raises:
+        InvalidArgumentError: a name is unknown, or a size is out of range.
+    """
+    shape = _named(MODELS, "model", model)
+    page_bytes = page_tokens * shape.kv_bytes_per_token
+    try:
+        cache = CacheConfig(
+            device_pages=int(device_kv_bytes // page_bytes),
+            host_pages=int(host_kv_bytes // page_bytes) if keep_state else 0,
+            page_tokens=page_tokens,
+            keep_finished=keep_state,
+        )
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from error
+    return SimulationConfig(
+        model=shape,
+        device=_named(DEVICES, "device", device),
+        cache=cache,
+        scheduler=SchedulerConfig(step_tokens=step_tokens, max_rows=max_rows),
+        policy=policy,
+        profile=profile,
+        fast_decode=fast_decode,
+    )
+
+
+def _named[T](known: dict[str, T], what: str, name: str) -> T:
+    if name not in known:
+        raise InvalidArgumentError(f"{what}: got {name!r}, expected one of {', '.join(known)}")
+    return known[name]

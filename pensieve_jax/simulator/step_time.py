@@ -1,0 +1,150 @@
+"""How long a step takes: from a model's dimensions and a device's rates, or from a measured profile."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_cache.cost_model import RecomputeCost
+from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.plans import Row
+from pensieve_jax.simulator.hardware import DeviceSpec, ModelShape
+
+
+class StepWork(NamedTuple):
+    """What a step has to do, summed over its rows. A tuple, since one is made for every simulated step."""
+
+    tokens: int
+    """Query tokens."""
+    pairs: int
+    """Pairs of a query token and a token that it attends to."""
+    kv_tokens: int
+    """Tokens whose KV is read, once for each row."""
+
+
+def work_of(rows: Iterable[Row]) -> StepWork:
+    """The work of a step with these rows."""
+    tokens = pairs = kv_tokens = 0
+    for row in rows:
+        count = len(row.token_ids)
+        tokens += count
+        pairs += count * row.start + count * (count + 1) // 2
+        kv_tokens += row.start + count
+    return StepWork(tokens, pairs, kv_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """Measured times of one model on one device, over all layers. Points between are interpolated.
+
+    Raises:
+        InvalidArgumentError: the points are not ascending, or the lengths differ.
+    """
+
+    tokens: tuple[int, ...]
+    """Query tokens of the steps that were measured, ascending."""
+    other_s: tuple[float, ...]
+    """Time of everything but attention at each of them; beyond the last it grows in proportion."""
+    pair_s: float
+    """Attention time for each pair, where computing limits."""
+    kv_token_s: float
+    """Attention time for each token read, where reading limits."""
+    source: str
+    """What was measured, for people to read."""
+
+    def __post_init__(self) -> None:
+        ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
+        if len(self.tokens) < 2 or not ascending or self.tokens[0] < 0:
+            raise InvalidArgumentError(f"tokens: got {self.tokens}, expected two or more, ascending")
+        if len(self.other_s) != len(self.tokens):
+            raise InvalidArgumentError(f"other_s: got {len(self.other_s)} points, expected one per point")
+
+
+def read_profile(path: Path) -> StepProfile:
+    """Read a profile: a JSON object with the fields of `StepProfile`; others are passed over.
+
+    Raises:
+        InvalidArgumentError: a field is missing or of the wrong kind.
+        OSError: the file can't be read.
+    """
+    try:
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
+        return StepProfile(
+            tokens=tuple(int(count) for count in value["tokens"]),
+            other_s=tuple(float(seconds) for seconds in value["other_s"]),
+            pair_s=float(value["pair_s"]),
+            kv_token_s=float(value["kv_token_s"]),
+            source=str(value.get("source", path.name)),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"{path.name}: {error!r}, expected the fields tokens, other_s, pair_s and kv_token_s"
+        ) from error
+
+
+class StepTimeModel:
+    """Seconds of compute of a step.
+
+    Everything but attention computes 2 operations for each weight and token or reads the weights once,
+    whichever takes longer; attention likewise: 4 * heads * head_dim operations for each pair and layer, or
+    the KV of every row. Tensor parallelism divides both and adds two all-reduces a layer.
+    """
+
+    def __init__(self, model: ModelShape, device: DeviceSpec, profile: StepProfile | None = None) -> None:
+        """Args:
+        model: the dimensions.
+        device: the rates.
+        profile: measured times in place of the estimate.
+        """
+        self.model = model
+        self.device = device
+        self._profile = profile
+        self._overhead_s = device.step_overhead_s
+        all_reduces = 2 * model.num_layers if model.num_devices > 1 else 0
+        hidden_bytes = model.num_heads * model.head_dim * model.bytes_per_value
+        self._reduce_s = all_reduces * device.all_reduce_latency_s
+        self._reduce_token_s = all_reduces * hidden_bytes / device.all_reduce_bytes_per_s
+        flops = 2.0 * model.num_parameters / model.num_devices
+        self._token_s = flops / device.matmul_flops_per_s
+        self._weights_s = model.weight_bytes / device.memory_bytes_per_s
+        pair_flops = 4.0 * model.num_layers * model.num_heads * model.head_dim / model.num_devices
+        self._pair_s = pair_flops / device.attention_flops_per_s
+        self._kv_token_s = model.kv_bytes_per_token / device.memory_bytes_per_s
+        if profile is not None:
+            self._pair_s, self._kv_token_s = profile.pair_s, profile.kv_token_s
+
+    @property
+    def source(self) -> str:
+        """Where the times come from, for people to read."""
+        return f"estimated; {self.device.source}" if self._profile is None else self._profile.source
+
+    def compute_s(self, work: StepWork) -> float:
+        """Compute time of a step."""
+        attention_s = max(work.pairs * self._pair_s, work.kv_tokens * self._kv_token_s)
+        return self._other_s(work.tokens) + attention_s
+
+    def recompute_cost(self, chunk_tokens: int, max_context_tokens: int) -> RecomputeCost:
+        """What a chunk costs to compute again among other tokens of a step: its share of a long prompt's
+        time, since recomputed chunks never come alone."""
+        pairs_s = chunk_tokens * self._pair_s
+        long_prompt = 2048
+        other_s = self._other_s(long_prompt) * chunk_tokens / long_prompt
+        return RecomputeCost(
+            context_tokens=(0, max_context_tokens),
+            attention_s=(0.0, pairs_s * max_context_tokens),
+            other_s=other_s,
+            source=self.source,
+        )
+
+    def _other_s(self, tokens: int) -> float:
+        profile = self._profile
+        if profile is None:
+            other_s = max(tokens * self._token_s, self._weights_s) + self._overhead_s
+            return other_s + self._reduce_s + tokens * self._reduce_token_s
+        last = profile.tokens[-1]
+        if tokens > last:
+            return profile.other_s[-1] * tokens / last
+        return float(np.interp(tokens, profile.tokens, profile.other_s))
