@@ -38,10 +38,10 @@ class SimulationResult:
     """Turns in the order in which they ended."""
     counters: CacheCounters
     """The cache manager's own counts."""
+    arrivals_s: tuple[float, ...]
+    """When each turn arrived, also of those that haven't ended."""
     refused: int
     """Turns that no empty device could hold; their conversations ended there."""
-    last_start_s: float
-    """When the last conversation began."""
     end_s: float
     steps: int
     fast_steps: int
@@ -88,7 +88,6 @@ class Simulation:
         self._arrivals = [(c.turns[0].arrival_s or 0.0, i, 0) for i, c in enumerate(self._conversations)]
         """Heap of (time, conversation, turn)."""
         heapq.heapify(self._arrivals)
-        self._last_start_s = max((time for time, _, _ in self._arrivals), default=0.0)
         self._live: dict[int, LiveTurn] = {}
         """By request id, ascending: turns that wait or run."""
         self._contents: dict[int, np.ndarray] = {}
@@ -96,6 +95,7 @@ class Simulation:
         self._segments: dict[str, int] = {}
         """Token id that stands for a prefix segment."""
         self._records: list[RequestRecord] = []
+        self._arrived_s: list[float] = []
         self._turns = sum(len(conversation.turns) for conversation in self._conversations)
         self._next_id = self._refused = self._left_out = 0
         self._steps = self._fast_steps = self._rows = 0
@@ -121,8 +121,8 @@ class Simulation:
         return SimulationResult(
             records=tuple(self._records),
             counters=self.cache.counters,
+            arrivals_s=tuple(self._arrived_s),
             refused=self._refused,
-            last_start_s=self._last_start_s,
             end_s=self._now,
             steps=self._steps,
             fast_steps=self._fast_steps,
@@ -222,6 +222,7 @@ class Simulation:
             self._submit(index, turn, arrived_s)
 
     def _submit(self, index: int, turn: int, arrived_s: float) -> None:
+        self._arrived_s.append(arrived_s)
         conversation = self._conversations[index]
         history = sum(t.input_tokens + t.output_tokens for t in conversation.turns[:turn])
         new = conversation.turns[turn]

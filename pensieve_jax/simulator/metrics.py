@@ -56,7 +56,7 @@ def summarize(
         first admitted: `hit_rate_device` and `hit_rate_host` of all, `host_hit_rate` of those that the device
         did not have. A figure that nothing speaks for is NaN.
     """
-    end_s = result.end_s if until_s is None else min(until_s, result.end_s)
+    end_s = result.end_s if until_s is None else until_s
     chosen = [
         r for r in result.records if warm_up_s <= r.arrived_s and (until_s is None or r.arrived_s <= end_s)
     ]
@@ -84,11 +84,12 @@ def summarize(
         "hit_rate_device": _ratio(device, history),
         "hit_rate_host": _ratio(host, history),
         "host_hit_rate": _ratio(host, host + recomputed),
+        "recomputed_share": _ratio(recomputed, history),
         **_spread("normalized_latency_s", [record.normalized_latency_s for record in chosen]),
         **_spread("ttft_s", ttft),
         **_spread("tpot_s", tpot),
         "queue_s_mean": _mean([record.first_step_s - record.arrived_s for record in chosen]),
-        "requests_per_s": _ratio(len(ended), span_s),
+        "served_requests_per_s": _ratio(len(ended), span_s),
         "output_tokens_per_s": _ratio(sum(record.output_tokens for record in ended), span_s),
         "suspensions": total("suspensions"),
         "steps": result.steps,

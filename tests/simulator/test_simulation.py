@@ -172,5 +172,5 @@ def test_warm_up_and_end_bound_the_figures():
     whole = summarize(result)
     middle = summarize(result, warm_up_s=result.end_s / 4, until_s=result.end_s / 2)
     assert 0 < middle["requests"] < whole["requests"] == len(result.records)
-    assert whole["requests_per_s"] == pytest.approx(len(result.records) / result.end_s)
+    assert whole["served_requests_per_s"] == pytest.approx(len(result.records) / result.end_s)
     assert whole["normalized_latency_s_p50"] <= whole["normalized_latency_s_p99"]
