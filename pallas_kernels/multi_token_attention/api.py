@@ -3,11 +3,21 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.errors import UnsupportedInputError
+from pallas_kernels.multi_token_attention.mosaic import attention_mosaic
 from pallas_kernels.multi_token_attention.plan import AttentionPlan
 from pallas_kernels.multi_token_attention.xla import attention_xla
 
-IMPLEMENTATIONS = {"xla": attention_xla}
+IMPLEMENTATIONS = {"mosaic": attention_mosaic, "xla": attention_xla}
 """Name -> implementation, in the order in which they are tried."""
+
+
+def runs_here(implementation: str) -> bool:
+    """Whether the default device has what the implementation needs: "mosaic" wants a Hopper GPU."""
+    if implementation != "mosaic":
+        return True
+    device = jax.devices()[0]
+    return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
 
 
 def multi_token_attention(
@@ -33,13 +43,15 @@ def multi_token_attention(
         scale: factor of the scores; None: head_dim ** -0.5.
         sliding_window: positions each query sees, its own included; None: all.
         logit_soft_cap: c in c * tanh(score / c); None: no cap.
-        implementation: one of `IMPLEMENTATIONS`; None: the first that takes the input.
+        implementation: one of `IMPLEMENTATIONS`; None: the first that runs on the default device and takes
+            the input. A named one is compiled for whatever device the call is lowered for.
 
     Returns:
         [num_tokens, num_heads, head_dim] in q's dtype; zeros for tokens that belong to no row.
 
     Raises:
         ValueError: shapes, dtypes or numbers don't fit together, or the implementation is unknown.
+        UnsupportedInputError: the named implementation doesn't take the input.
     """
 
     def check(ok: bool, name: str, got: object, expected: str) -> None:
@@ -64,12 +76,19 @@ def multi_token_attention(
     check(
         implementation is None or implementation in IMPLEMENTATIONS, "implementation", implementation, known
     )
-    run = IMPLEMENTATIONS[implementation or next(iter(IMPLEMENTATIONS))]
-    return run(
-        q,
-        kv_pages,
-        plan,
-        scale=q.shape[2] ** -0.5 if scale is None else scale,
-        sliding_window=sliding_window,
-        logit_soft_cap=logit_soft_cap,
-    )
+    for name, run in IMPLEMENTATIONS.items():
+        if name != implementation and (implementation is not None or not runs_here(name)):
+            continue
+        try:
+            return run(
+                q,
+                kv_pages,
+                plan,
+                scale=q.shape[2] ** -0.5 if scale is None else scale,
+                sliding_window=sliding_window,
+                logit_soft_cap=logit_soft_cap,
+            )
+        except UnsupportedInputError:
+            if name == implementation:
+                raise
+    raise AssertionError("the XLA path takes every input")

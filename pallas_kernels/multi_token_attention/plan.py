@@ -7,13 +7,15 @@ from functools import partial
 import jax
 import numpy as np
 
+from pallas_kernels.multi_token_attention.schedule import Schedule, plan_schedule
+
 BLOCK_Q = 32
 """Query tokens of a tile in a batch that has a row of more than one."""
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cu_q_lens", "kv_lens", "page_table", "tile_rows", "tile_starts"],
+    data_fields=["cu_q_lens", "kv_lens", "page_table", "tile_rows", "tile_starts", "schedule"],
     meta_fields=["block_q"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,8 @@ class AttentionPlan:
     """i32[max_tiles]: the first query token of each tile, counted within its row."""
     block_q: int
     """Most query tokens of a tile."""
+    schedule: Schedule | None = None
+    """Work items of the Hopper kernel; None: this plan serves the other implementations alone."""
 
 
 def plan_attention(
@@ -42,6 +46,9 @@ def plan_attention(
     max_rows: int,
     max_pages: int,
     max_tokens: int,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    batch_invariant: bool = False,
 ) -> AttentionPlan:
     """Lay out a batch of rows for the kernels.
 
@@ -52,6 +59,9 @@ def plan_attention(
         max_rows: rows of the padded batch.
         max_pages: width of the page table.
         max_tokens: query tokens of the padded batch; with the rows it fixes the number of tiles.
+        num_heads: query heads on one device, for the Hopper kernel's schedule; None: no schedule.
+        num_kv_heads: KV heads on one device; given with num_heads.
+        batch_invariant: a row's output doesn't depend on what else is in the batch (`plan_schedule`).
 
     Returns:
         NumPy arrays of fixed shapes for these maxima.
@@ -83,6 +93,17 @@ def plan_attention(
         rows[tile : tile + count] = row
         starts[tile : tile + count] = np.arange(count) * block_q
         tile += count
+    schedule = None
+    if num_heads is not None and num_kv_heads is not None:
+        schedule = plan_schedule(
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            batch_invariant=batch_invariant,
+        )
     return AttentionPlan(
         cu_q_lens=cu_q_lens,
         kv_lens=lens,
@@ -90,4 +111,5 @@ def plan_attention(
         tile_rows=rows,
         tile_starts=starts,
         block_q=block_q,
+        schedule=schedule,
     )

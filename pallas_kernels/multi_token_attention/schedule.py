@@ -1,0 +1,287 @@
+"""Work for the Hopper kernel: a batch cut into items, dealt out to a persistent grid. Pure NumPy.
+
+Two kinds of item share one launch. A *wide* item is 64 query tokens under each of two heads that share a
+KV head (128 tokens of one head where the group is odd): prefill, bound by arithmetic. A *narrow* item is
+the few tokens of a short row under all heads of a group, over a stretch of its keys: decode, bound by
+memory. Wide items go whole, the longest first, to the CTA with the least work. Narrow items then fill the
+loads up to a common level: they are laid out one after the other and cut where a CTA is full, so that every
+CTA ends at the same time, whatever the batch. What was cut is merged by a second, small kernel.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+BLOCK_KV = 128
+"""Keys of one step: four pages of 32 tokens."""
+TILE_Q = 64
+"""Query rows of a consumer warpgroup: the rows of one Hopper matrix instruction."""
+ALIGN = 8
+"""Rows that the bulk copy engine moves at once between global and swizzled shared memory, and their alignment
+in both."""
+NUM_SMS = 132
+"""Streaming multiprocessors of an H100 or H200 (SXM)."""
+NARROW_COST = 0.45
+"""Time of a narrow block beside that of a wide one, when both kinds run at once: a narrow block is 64 KB of
+KV, a wide one besides 8.4 MFLOP."""
+ITEM_COST = 0.6
+"""Start and end of an item, in wide blocks."""
+INVARIANT_SPLIT_BLOCKS = 32
+"""Blocks of each stretch of a short row when the cuts may depend on the row alone."""
+
+ITEM_FIELDS = (
+    "kind",
+    "row",
+    "kv_head",
+    "head",
+    "token",
+    "skip",
+    "stop",
+    "position",
+    "begin",
+    "full",
+    "end",
+    "kv_len",
+    "part",
+)
+"""Columns of `Schedule.items`: kind (WIDE, NARROW or PARTIAL); row of the page table; KV head; first query
+head; first query token, of wide items a multiple of 8; tokens to skip, which belong to the row before; the
+end of the tokens, counted from the first; position of the first token in the row; first block of keys; first
+block that needs a mask; end of the blocks; keys of the row; place among the parts (PARTIAL only)."""
+WIDE, NARROW, PARTIAL = 0, 1, 2
+MERGE_FIELDS = ("count", "first", "head", "token", "num_tokens")
+"""Columns of `Schedule.merges`: parts to merge (0: none), the first of them, first query head, first token,
+tokens."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cta_begin", "items", "merges"],
+    meta_fields=["num_heads", "num_kv_heads", "max_tokens", "max_parts"],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Items of one batch, by CTA. Only the numbers change from step to step, never the shapes."""
+
+    cta_begin: jax.Array | np.ndarray
+    """i32[num_ctas + 1]: where each CTA's items start."""
+    items: jax.Array | np.ndarray
+    """i32[max_items, len(ITEM_FIELDS)]."""
+    merges: jax.Array | np.ndarray
+    """i32[max_merges, len(MERGE_FIELDS)]."""
+    num_heads: int
+    num_kv_heads: int
+    max_tokens: int
+    """Query tokens of the padded batch."""
+    max_parts: int
+    """Parts of items that the kernel leaves to be merged, at most."""
+
+
+def narrow_stride(group: int) -> int:
+    """Query rows of one token of a narrow item: the aligned groups of 8 that can hold the heads of a group."""
+    return -(-(ALIGN - math.gcd(ALIGN, group) + group) // ALIGN) * ALIGN
+
+
+def plan_schedule(
+    *,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
+    max_rows: int,
+    max_tokens: int,
+    num_ctas: int = NUM_SMS,
+    batch_invariant: bool = False,
+) -> Schedule:
+    """Cut a batch into items and deal them out.
+
+    Args:
+        q_lens: query tokens of each row.
+        kv_lens: tokens each row's last query attends to, itself included.
+        num_heads: query heads on this device.
+        num_kv_heads: KV heads on this device.
+        max_rows: rows of the padded batch.
+        max_tokens: query tokens of the padded batch.
+        num_ctas: CTAs of the grid, one per multiprocessor.
+        batch_invariant: cut each short row every `INVARIANT_SPLIT_BLOCKS` blocks, whatever else is in the
+            batch, so that its output is the same bits in any batch.
+
+    Returns:
+        NumPy arrays whose shapes depend on the maxima alone (with `batch_invariant` the number of parts is
+        rounded up to a power of two).
+    """
+    q, kv = np.asarray(q_lens, np.int64), np.asarray(kv_lens, np.int64)
+    group = num_heads // num_kv_heads
+    tiles = _tiles(q, kv, TILE_Q if group % 2 == 0 else 2 * TILE_Q, max_tokens)
+    few = (_column(tiles, "stop") - _column(tiles, "skip") <= TILE_Q // narrow_stride(group)) & (
+        _column(tiles, "kv_len") > 0
+    )
+    wide = _wide_items(tiles[~few], num_heads, group)
+    wide_cta, loads = _deal(_column(wide, "end") - _column(wide, "begin") + ITEM_COST, num_ctas)
+    narrow = _narrow_items(tiles[few], num_kv_heads, group)
+    blocks = _column(narrow, "end")
+    edges = np.concatenate([[0], np.cumsum(blocks)])
+    if batch_invariant:
+        cuts = np.concatenate(
+            [np.arange(a, b, INVARIANT_SPLIT_BLOCKS) for a, b in zip(edges, edges[1:])] or [[0]]
+        )
+    else:
+        cuts = _level(loads, int(edges[-1]))
+        near = edges[np.clip(np.searchsorted(edges, cuts + 1) - 1, 0, None)]
+        cuts = np.where(cuts - near <= edges[-1] // num_ctas // 64, near, cuts)
+    bounds = np.unique(np.concatenate([edges, cuts]))
+    stretch, merges, num_parts = _cut(narrow, edges, bounds)
+    if batch_invariant:
+        stretch_cta, _ = _deal((bounds[1:] - bounds[:-1]) * NARROW_COST + ITEM_COST, num_ctas, loads)
+    else:
+        stretch_cta = np.searchsorted(cuts, bounds[:-1], side="right") - 1
+
+    # Narrow items come at another point of each CTA's work: while some wait for memory, others compute.
+    count = np.bincount(wide_cta, minlength=num_ctas)
+    first = np.cumsum(count) - count
+    order = np.argsort(wide_cta, kind="stable")
+    place = np.empty(len(wide))
+    place[order] = (np.arange(len(wide)) - np.repeat(first, count)) / np.repeat(np.maximum(count, 1), count)
+    cta = np.concatenate([wide_cta, stretch_cta])
+    when = np.concatenate([place, (stretch_cta + 0.5) / num_ctas])
+    order = np.lexsort((np.arange(len(cta)), when, cta))
+
+    per_token_tile = num_heads // 2 if group % 2 == 0 else num_heads
+    tile = TILE_Q if group % 2 == 0 else 2 * TILE_Q
+    long_rows = min(max_rows, max_tokens // (TILE_Q // narrow_stride(group) + 1)) + 1  # padding is one more
+    max_wide = (-(-max_tokens // tile) + 2 * long_rows) * per_token_tile
+    max_items = max_wide + 2 * max_rows * num_kv_heads + num_ctas
+    max_parts = 2 * num_ctas
+    while max_parts < num_parts or max_items < len(order):
+        max_parts, max_items = 2 * max_parts, 2 * max_items
+    items = np.zeros((max_items, len(ITEM_FIELDS)), np.int32)
+    items[: len(order)] = np.concatenate([wide, stretch])[order]
+    merge_table = np.zeros((max_parts // 2, len(MERGE_FIELDS)), np.int32)
+    merge_table[: len(merges)] = merges
+    return Schedule(
+        cta_begin=np.searchsorted(cta[order], np.arange(num_ctas + 1)).astype(np.int32),
+        items=items,
+        merges=merge_table,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        max_tokens=max_tokens,
+        max_parts=max_parts,
+    )
+
+
+def _column(items: np.ndarray, name: str) -> np.ndarray:
+    return items[:, ITEM_FIELDS.index(name)]
+
+
+def _table(size: int, **columns: np.ndarray | int) -> np.ndarray:
+    table = np.zeros((size, len(ITEM_FIELDS)), np.int64)
+    for name, values in columns.items():
+        table[:, ITEM_FIELDS.index(name)] = values
+    return table
+
+
+def _tiles(q: np.ndarray, kv: np.ndarray, tile: int, max_tokens: int) -> np.ndarray:
+    """Rows cut at multiples of `tile` from the aligned token at or before their first, as items of no head.
+
+    The padding tokens come last, as tiles without keys, which give zeros.
+    """
+    starts = np.append(np.cumsum(q) - q, q.sum())
+    q, kv = np.append(q, max_tokens - q.sum()), np.append(kv, 0)
+    base = starts // ALIGN * ALIGN
+    count = np.where(q > 0, -(-(starts + q - base) // tile), 0)
+    row = np.repeat(np.arange(len(q)), count)
+    token = base[row] + (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * tile
+    skip = np.maximum(starts[row] - token, 0)
+    stop = np.minimum(starts[row] + q[row] - token, tile)
+    real = kv[row] > 0
+    position = np.where(real, kv[row] - q[row] + token - starts[row], 0)
+    end = np.where(real, -(-(position + stop) // BLOCK_KV), 0)
+    return _table(
+        len(row),
+        row=np.where(real, row, 0),
+        token=token,
+        skip=skip,
+        stop=stop,
+        position=position,
+        full=np.minimum((position + skip + 1) // BLOCK_KV, end),
+        end=end,
+        kv_len=kv[row],
+    )
+
+
+def _wide_items(tiles: np.ndarray, num_heads: int, group: int) -> np.ndarray:
+    """Tiles under each pair of heads (each head of an odd group), the longest first."""
+    heads = np.arange(0, num_heads, 2 if group % 2 == 0 else 1)
+    items = np.repeat(tiles, len(heads), axis=0)
+    head = np.tile(heads, len(tiles))
+    items[:, ITEM_FIELDS.index("kind")] = WIDE
+    items[:, ITEM_FIELDS.index("head")] = head
+    items[:, ITEM_FIELDS.index("kv_head")] = head // group
+    return items[np.argsort(-_column(items, "end"), kind="stable")]
+
+
+def _narrow_items(tiles: np.ndarray, num_kv_heads: int, group: int) -> np.ndarray:
+    """Tiles of few tokens under each KV head; they start at their first token of the row."""
+    skip = _column(tiles, "skip")
+    items = np.repeat(tiles, num_kv_heads, axis=0)
+    items[:, ITEM_FIELDS.index("kind")] = NARROW
+    for name, change in (("token", skip), ("position", skip), ("stop", -skip), ("skip", -skip)):
+        items[:, ITEM_FIELDS.index(name)] += np.repeat(change, num_kv_heads)
+    kv_head = np.tile(np.arange(num_kv_heads), len(tiles))
+    items[:, ITEM_FIELDS.index("kv_head")] = kv_head
+    items[:, ITEM_FIELDS.index("head")] = kv_head * group
+    return items
+
+
+def _deal(costs: np.ndarray, num_ctas: int, loads: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The CTA of each item, the next always to the one with the least work, and each CTA's work."""
+    heap = [(0.0 if loads is None else float(loads[cta]), cta) for cta in range(num_ctas)]
+    heapq.heapify(heap)
+    chosen = np.zeros(len(costs), np.int64)
+    for i, cost in enumerate(costs.tolist()):
+        load, cta = heap[0]
+        chosen[i] = cta
+        heapq.heapreplace(heap, (load + cost, cta))
+    done = np.zeros(num_ctas)
+    for load, cta in heap:
+        done[cta] = load
+    return chosen, done
+
+
+def _level(loads: np.ndarray, blocks: int) -> np.ndarray:
+    """Where to cut `blocks` narrow blocks so that all CTAs end together: each CTA's first block."""
+    ordered = np.sort(loads)
+    # With the k least loaded CTAs filled to the level of the next, this many blocks are placed.
+    placed = (
+        np.concatenate([np.cumsum(np.diff(ordered) * np.arange(1, len(ordered))), [np.inf]]) / NARROW_COST
+    )
+    k = int(np.searchsorted(placed, blocks))
+    level = (ordered[: k + 1].sum() + blocks * NARROW_COST) / (k + 1)
+    share = np.maximum(level - loads, 0)
+    ends = np.cumsum(share) / max(share.sum(), 1e-9) * blocks
+    return np.concatenate([[0], np.rint(ends[:-1])]).astype(np.int64)
+
+
+def _cut(narrow: np.ndarray, edges: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Stretches of the narrow items between the bounds; which parts to merge; the number of parts."""
+    if not len(narrow):
+        return narrow, np.zeros((0, len(MERGE_FIELDS)), np.int64), 0
+    item = np.searchsorted(edges, bounds[:-1], side="right") - 1
+    stretch = narrow[item]
+    stretch[:, ITEM_FIELDS.index("begin")] = bounds[:-1] - edges[item]
+    stretch[:, ITEM_FIELDS.index("end")] = bounds[1:] - edges[item]
+    full = np.clip(_column(stretch, "full"), _column(stretch, "begin"), _column(stretch, "end"))
+    stretch[:, ITEM_FIELDS.index("full")] = full
+    pieces = np.bincount(item, minlength=len(narrow))
+    is_part = pieces[item] > 1
+    stretch[is_part, ITEM_FIELDS.index("kind")] = PARTIAL
+    stretch[is_part, ITEM_FIELDS.index("part")] = np.arange(is_part.sum())
+    split = np.flatnonzero(pieces > 1)
+    first = np.cumsum(pieces[split]) - pieces[split]
+    columns = [_column(narrow[split], name) for name in ("head", "token", "stop")]
+    return stretch, np.stack([pieces[split], first, *columns], axis=1), int(is_part.sum())
