@@ -100,7 +100,8 @@ def dense_logits(model, token_ids):
     padded = np.zeros(-(-len(token_ids) // 256) * 256, np.int32)
     padded[: len(token_ids)] = token_ids
     graph, state = nnx.split(model)
-    return np.asarray(_forward(graph, state, padded))[: len(token_ids)]
+    with jax.default_matmul_precision("highest"):  # a GPU's own default has ten bits
+        return np.asarray(_forward(graph, state, padded))[: len(token_ids)]
 
 
 def assert_greedy(model, context_ids, output_ids):
