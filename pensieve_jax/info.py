@@ -1,0 +1,59 @@
+"""What `pensieve info` shows: versions, devices, kernels, and what a checkpoint is."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from pallas_kernels.multi_token_attention.api import IMPLEMENTATIONS
+from pensieve_jax.config import TierConfig
+from pensieve_jax.engine.build import DEVICE_MEMORY_SHARE, tier_sizes
+from pensieve_jax.models import describe_checkpoint
+from pensieve_jax.versions import package_version
+
+PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "transformers", "orbax-checkpoint")
+
+
+def machine_facts() -> dict[str, str]:
+    """Versions, devices and kernels."""
+    devices = jax.local_devices()
+    kinds = sorted({device.device_kind for device in devices})
+    first, *others = IMPLEMENTATIONS
+    return {
+        **{name: package_version(name) for name in PACKAGES},
+        "devices": f"{len(devices)} x {', '.join(kinds)} ({devices[0].platform})",
+        "attention": first + (f" (then {', '.join(others)})" if others else ""),
+    }
+
+
+def checkpoint_facts(path: Path) -> dict[str, str]:
+    """Sizes of a checkpoint, and how much conversation the tiers hold by default on this machine.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `load_model`.
+    """
+    described = describe_checkpoint(path)
+    spec, device = described.spec, jax.local_devices()[0]
+    tiers = tier_sizes(spec, TierConfig(), device, 1)
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * np.dtype(spec.dtype).itemsize
+    device_tokens = tiers.device_pages * tiers.page_tokens
+    if device.platform != "cpu":  # there the pool takes its share of what the weights leave
+        device_tokens -= int(described.size_bytes * DEVICE_MEMORY_SHARE / token_bytes)
+    host_tokens = tiers.host_pages * tiers.page_tokens
+    return {
+        "model": f"{spec.name}, stored as {described.format.value}",
+        "parameters": f"{described.num_parameters:,}",
+        "weights": f"{_size(described.size_bytes)} in {described.dtype}",
+        "files": _size(described.file_bytes),
+        "layers": f"{spec.num_layers}, hidden size {spec.hidden_size}",
+        "heads": f"{spec.num_heads} of {spec.head_dim}, {spec.num_kv_heads} for keys and values",
+        "vocabulary": f"{spec.vocab_size:,} tokens",
+        "context": f"{spec.max_context_tokens:,} tokens",
+        "KV of a token": f"{token_bytes:,} bytes",
+        "device tier": f"{max(0, device_tokens):,} tokens by default",
+        "host tier": f"{host_tokens:,} tokens by default",
+    }
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
