@@ -36,13 +36,19 @@ from pallas_kernels.multi_token_attention.schedule import (
 
 NUM_SLOTS = 5
 """Slots of the ring, each a block of K or of V. With queries and outputs they fill the shared memory."""
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-"""Registers of a thread after the split: 2 x 232 + 40 of the 3 x 168 that the CTA starts with."""
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 32
+"""Registers of a thread after the split: 2 x 240 + 32 of the 3 x 168 that the CTA starts with."""
 NEVER = -1e30
 """Start of the running maximum: finite, so that a row that sees no key yet stays free of NaN."""
 LOG2E = math.log2(math.e)
+BY_ONE = ("other_may_write", "other_wrote", "other_was_read")
+"""Barriers at which one consumer arrives. Barriers of a kind are one array: each array takes registers."""
+BY_BOTH = ("queries_used", "turn", "cleared")
+"""Barriers at which both consumers arrive."""
 WGMMA = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
+WIDE_ACCESS = plgpu.Layout.WGMMA_UPCAST_4X
+"""16 bytes of a row for each thread: fewer addresses than in the layout of products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,14 +179,9 @@ def _attention_call(
         "stats": plgpu.SMEM((2, TILE_Q), jnp.float32),
         "loaded": plgpu.Barrier(num_barriers=NUM_SLOTS, num_arrivals=shape.pages_per_block),
         "used": plgpu.Barrier(num_barriers=NUM_SLOTS, num_arrivals=2),
-        "wide_queries": plgpu.Barrier(num_barriers=2),
         "narrow_queries": plgpu.Barrier(num_arrivals=shape.narrow_tokens),
-        "queries_used": plgpu.Barrier(num_arrivals=2),
-        "turn": plgpu.Barrier(num_arrivals=2),
-        "cleared": plgpu.Barrier(num_arrivals=2),
-        "other_may_write": plgpu.Barrier(),
-        "other_wrote": plgpu.Barrier(),
-        "other_was_read": plgpu.Barrier(),
+        "by_one": plgpu.Barrier(num_barriers=2 + len(BY_ONE)),
+        "by_both": plgpu.Barrier(num_arrivals=2, num_barriers=len(BY_BOTH)),
     }
     kernel = plgpu.kernel(
         partial(_attention_kernel, shape),
@@ -221,15 +222,18 @@ def _attention_kernel(
     part_lse: Any,
     **scratch: Any,
 ) -> None:
+    by_one, by_both = scratch.pop("by_one"), scratch.pop("by_both")
+    scratch |= {name: by_one.at[2 + i] for i, name in enumerate(BY_ONE)}
+    scratch |= {name: by_both.at[i] for i, name in enumerate(BY_BOTH)}
+    scratch["wide_queries"] = by_one
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     first, last = cta_begin[cta], cta_begin[cta + 1]
 
-    def each_item(run: Callable[[jax.Array, _Item, jax.Array], jax.Array]) -> jax.Array:
-        """Run over this CTA's items with the number of ring slots filled before each; the number in the end."""
+    def each_item(run: Callable[[jax.Array, Callable[[], _Item], jax.Array], jax.Array]) -> jax.Array:
+        """Run over this CTA's items with the ring slots filled before each; those filled in the end."""
 
         def step(i: jax.Array, filled: jax.Array) -> jax.Array:
-            item = _Item(**{name: items[i, column] for column, name in enumerate(ITEM_FIELDS)})
-            return run(i, item, filled)
+            return run(i, partial(_read_item, items, i), filled)
 
         return lax.fori_loop(first, last, step, jnp.int32(0))
 
@@ -239,9 +243,10 @@ def _attention_kernel(
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         producer = _Producer(shape, page_table, q, q_by_head, kv_pages, scratch)
 
-        def run(i: jax.Array, item: _Item, filled: jax.Array) -> jax.Array:
+        def run(i: jax.Array, read: Callable[[], _Item], filled: jax.Array) -> jax.Array:
             # The first block of keys goes ahead of the queries, whose place is free only after the last of
             # the item before.
+            item = read()
             second = jnp.minimum(item.begin + 1, item.end)
             filled = producer.load_blocks(item, item.begin, second, filled)
             producer.load_queries(item, i > first)
@@ -256,13 +261,20 @@ def _attention_kernel(
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         consumer = _Consumer(shape, warpgroup, out, part_out, part_lse, scratch)
 
-        def run(i: jax.Array, item: _Item, filled: jax.Array) -> jax.Array:
-            pl.when(item.kind == WIDE)(lambda: consumer.wide(item, filled))
-            pl.when(item.kind != WIDE)(lambda: consumer.narrow(item, filled))
+        def run(i: jax.Array, read: Callable[[], _Item], filled: jax.Array) -> jax.Array:
+            item = read()
+            # One choice of queries for both kinds: their addresses then hold registers only once.
+            queries = scratch["queries"].at[jnp.where(item.kind == WIDE, warpgroup, 0)]
+            pl.when(item.kind == WIDE)(lambda: consumer.wide(read, filled, queries))
+            pl.when(item.kind != WIDE)(lambda: consumer.narrow(read, filled, queries))
             return filled + 2 * (item.end - item.begin)
 
         each_item(run)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _read_item(items: Any, i: jax.Array) -> _Item:
+    return _Item(**{name: items[i, column] for column, name in enumerate(ITEM_FIELDS)})
 
 
 class _Producer:
@@ -354,10 +366,11 @@ class _Consumer:
         self.out, self.part_out, self.part_lse = out, part_out, part_lse
         self.out_tiled, self.out_plain, self.out_exact = scratch["outputs"]
 
-    def wide(self, item: _Item, filled: jax.Array) -> None:
+    def wide(self, read: Callable[[], _Item], filled: jax.Array, queries: Any) -> None:
         """64 tokens under one head; the other consumer has another head or the next 64 tokens."""
         turn, head_dim = self.scratch["turn"], self.shape.head_dim
-        token, head = _part_of(self.shape, item, self.index)
+        item = read()
+        token, _ = _part_of(self.shape, item, self.index)
         position = item.position + (token - item.token)
         row_position = position + plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA)
 
@@ -374,7 +387,6 @@ class _Consumer:
         def block_step(block: jax.Array, state: Any, *, masked: bool) -> Any:
             slot = filled + 2 * (block - item.begin)
             self.wait_loaded(slot)
-            queries = self.scratch["queries"].at[self.index]
             scores = self.scores(queries, slot, take_turn)
             pl.when(block + 1 == item.end)(self.queries_used)
             state, weights = self.softmax(scores, state, block, row_position if masked else None)
@@ -402,6 +414,8 @@ class _Consumer:
 
         output = _normalised(output, total).astype(self.shape.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        item = read()  # again: its fields would take registers from the loops
+        token, head = _part_of(self.shape, item, self.index)
         skip = jnp.maximum(item.skip - (token - item.token), 0)
         stop = jnp.minimum(item.stop - (token - item.token), TILE_Q)
 
@@ -420,9 +434,10 @@ class _Consumer:
             def _store(i: jax.Array) -> None:
                 plgpu.copy_smem_to_gmem(self.out_plain.at[self.index, i], self.out.at[token + i, head])
 
-    def narrow(self, item: _Item, filled: jax.Array) -> None:
+    def narrow(self, read: Callable[[], _Item], filled: jax.Array, queries: Any) -> None:
         """A few tokens under all heads of a group: this consumer has every other block of their keys."""
         shape, scratch = self.shape, self.scratch
+        item = read()
         blocks = item.end - item.begin
         offset = lax.div(
             plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA), jnp.int32(shape.stride)
@@ -443,7 +458,7 @@ class _Consumer:
             slot = filled + 2 * number
             self.wait_loaded(slot)
             block = item.begin + number
-            scores = self.scores(scratch["queries"].at[0], slot)
+            scores = self.scores(queries, slot)
             state, weights = self.softmax(scores, state, block, item.position + offset if masked else None)
             self.wait_loaded(slot + 1)
             valid = item.kv_len - block * BLOCK_KV
@@ -462,7 +477,7 @@ class _Consumer:
         state = lax.fori_loop(full, own(blocks), partial(pair_step, masked=True), state)
         pl.when((self.index == 1) & (lax.rem(blocks, jnp.int32(2)) == 1))(lambda: pass_over(blocks - 1))
         self.queries_used()
-        self.finish_narrow(item, state)
+        self.finish_narrow(read(), state)
 
     def finish_narrow(self, item: _Item, state: Any) -> None:
         """The second consumer hands its state to the first, which joins and stores it."""
@@ -524,7 +539,7 @@ class _Consumer:
             plgpu.barrier_arrive(scratch["other_was_read"])
 
     def scores(self, queries: Any, slot: jax.Array, meanwhile: Callable[[], None] | None = None) -> jax.Array:
-        """queries @ keys.T from a slot, which is free after; `meanwhile` runs once the product is under way."""
+        """queries @ keys.T from a slot, which is free after; `meanwhile` runs during the product."""
         keys = self.slot(slot)
         if self.shape.interpret is None:
 
@@ -571,11 +586,11 @@ class _Consumer:
 
     def clear(self, slot: jax.Array, valid: jax.Array, first_rows: list[Any]) -> None:
         """Zeros over the values past the row's end, which may be NaN: a weight of 0 wouldn't hide them."""
-        row = plgpu.broadcasted_iota(jnp.int32, (TILE_Q, self.shape.head_dim), 0, layout=WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, (TILE_Q, self.shape.head_dim), 0, layout=WIDE_ACCESS)
         for first in first_rows:
             rows = self.slot(slot).at[pl.ds(first, TILE_Q)]
-            kept = plgpu.load(rows, layout=WGMMA).astype(jnp.float32)
-            rows[...] = jnp.where(first + row < valid, kept, 0.0).astype(self.shape.dtype)
+            kept = plgpu.load(rows, layout=WIDE_ACCESS)
+            rows[...] = jnp.where(first + row < valid, kept, jnp.zeros_like(kept))
         plgpu.commit_smem()
 
     def weigh(self, state: Any, weights: jax.Array, slot: jax.Array) -> Any:

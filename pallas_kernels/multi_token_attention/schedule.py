@@ -9,6 +9,7 @@ CTA ends at the same time, whatever the batch. What was cut is merged by a secon
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ BLOCK_KV = 128
 TILE_Q = 64
 """Query rows of a consumer warpgroup: the rows of one Hopper matrix instruction."""
 ALIGN = 8
-"""Rows that the bulk copy engine moves at once between global and swizzled shared memory, and their alignment
-in both."""
+"""Rows that the bulk copy engine moves at once between global and swizzled shared memory; they are aligned to
+it in both."""
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 or H200 (SXM)."""
 NARROW_COST = 0.45
@@ -112,8 +113,8 @@ def plan_schedule(
             batch, so that its output is the same bits in any batch.
 
     Returns:
-        NumPy arrays whose shapes depend on the maxima alone (with `batch_invariant` the number of parts is
-        rounded up to a power of two).
+        NumPy arrays whose shapes depend on the maxima alone; with `batch_invariant` a batch of many parts
+        doubles them.
     """
     q, kv = np.asarray(q_lens, np.int64), np.asarray(kv_lens, np.int64)
     group = num_heads // num_kv_heads
@@ -128,7 +129,7 @@ def plan_schedule(
     edges = np.concatenate([[0], np.cumsum(blocks)])
     if batch_invariant:
         cuts = np.concatenate(
-            [np.arange(a, b, INVARIANT_SPLIT_BLOCKS) for a, b in zip(edges, edges[1:])] or [[0]]
+            [np.arange(a, b, INVARIANT_SPLIT_BLOCKS) for a, b in itertools.pairwise(edges)] or [[0]]
         )
     else:
         cuts = _level(loads, int(edges[-1]))

@@ -1,0 +1,318 @@
+"""Multi-token paged attention on one GPU: device time of the named shapes, against ceilings of the same run.
+
+    python -m benchmarks.kernels.attention [--only WORD] [--out DIR]
+
+Times are back to back: one jitted call makes many launches over different inputs, together larger than the
+cache. Each shape is first compared with a float32 reference on the device. Lines go to DIR/kernels.jsonl,
+in the format of benchmarks/results/.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.multi_token_attention import multi_token_attention, plan_attention
+from pallas_kernels.multi_token_attention.shapes import DECODE, MIXED, SHAPES, Shape
+
+DISTINCT_BYTES = 400e6
+"""KV of all inputs together, at least: several times the L2 cache (60 MB)."""
+TARGET_S, MAX_LAUNCHES = 0.006, 48
+"""Device time of one timed call, about, and its most launches."""
+QUEUED = 6
+"""Calls under way at once, which hides their dispatch (some 0.2 ms each)."""
+REPEATS = 7
+DTYPE = jnp.bfloat16
+MAX_ERROR = 1e-2
+
+
+def make_pages(shape: Shape, rng: np.random.Generator) -> tuple[list[np.ndarray], int]:
+    """Pages of each row, permuted; those of two rows of one request overlap. And the number of pages."""
+    counts = [-(-kv // shape.page_size) for _, kv in shape.rows]
+    if shape.shared_pages:
+        own = counts[1::2]
+        starts = np.cumsum(own) - own
+        order = rng.permutation(sum(own)).astype(np.int32)
+        rows = []
+        for i, (start, count) in enumerate(zip(starts, own, strict=True)):
+            whole = order[start : start + count]
+            rows += [whole[: counts[2 * i]], whole]
+        return rows, sum(own)
+    order = rng.permutation(sum(counts)).astype(np.int32)
+    return np.split(order, np.cumsum(counts)[:-1]), sum(counts)
+
+
+def padded_tokens(shape: Shape) -> int:
+    return -(-shape.num_tokens // 8) * 8
+
+
+def make_plan(shape: Shape, pages: list[np.ndarray], **options):
+    return jax.tree.map(
+        jnp.asarray,
+        plan_attention(
+            q_lens=[q for q, _ in shape.rows],
+            kv_lens=[kv for _, kv in shape.rows],
+            pages=pages,
+            max_rows=len(shape.rows),
+            max_pages=max(len(p) for p in pages),
+            max_tokens=padded_tokens(shape),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            **options,
+        ),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1,))
+def random_array(key, shape: tuple[int, ...]):
+    return jax.random.normal(key, shape, DTYPE)
+
+
+@functools.partial(jax.jit, static_argnames=("kv_len",))
+def reference_row(q, kv_pages, pages, *, kv_len: int):
+    """Float32 attention of one row: q [n, heads, head_dim] at the end of its kv_len tokens."""
+    n, num_heads, head_dim = q.shape
+    _, _, num_kv_heads, _, _ = kv_pages.shape
+    kv = kv_pages[pages].astype(jnp.float32).transpose(1, 2, 0, 3, 4)
+    k, v = kv.reshape(2, num_kv_heads, -1, head_dim)[:, :, :kv_len]
+    chunk = math.gcd(n, 256)
+    q = q.astype(jnp.float32).reshape(n // chunk, chunk, num_kv_heads, -1, head_dim)
+
+    def part(args):
+        i, some = args
+        scores = jnp.einsum("qhgd,hkd->hgqk", some, k, precision="highest") * head_dim**-0.5
+        position = kv_len - n + i * chunk + jnp.arange(chunk)
+        scores = jnp.where(jnp.arange(kv_len) <= position[:, None], scores, -jnp.inf)
+        return jnp.einsum("hgqk,hkd->qhgd", jax.nn.softmax(scores, axis=-1), v, precision="highest")
+
+    return lax.map(part, (jnp.arange(n // chunk), q)).reshape(n, num_heads, head_dim)
+
+
+def relative_error(shape: Shape, out, q, kv_pages, pages: list[np.ndarray]) -> float:
+    """Of a sample of rows: the first and the last of each kind. NaN stays NaN."""
+    starts = np.cumsum([0] + [n for n, _ in shape.rows])
+    kinds, backwards = set(shape.rows), shape.rows[::-1]
+    chosen = {shape.rows.index(k) for k in kinds} | {len(backwards) - 1 - backwards.index(k) for k in kinds}
+    wrong = right = 0.0
+    for i in sorted(chosen):
+        (n, kv_len), at = shape.rows[i], starts[i]
+        want = reference_row(q[at : at + n], kv_pages, jnp.asarray(pages[i]), kv_len=kv_len)
+        wrong += float(jnp.sum((out[at : at + n].astype(jnp.float32) - want) ** 2))
+        right += float(jnp.sum(want**2))
+    return math.sqrt(wrong / right)
+
+
+def seconds_each(many, launches: int, *args) -> float:
+    """Median device time of one of the launches that `many` makes."""
+    jax.block_until_ready(many(*args))
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(QUEUED):
+            out = many(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / QUEUED / launches)
+    return statistics.median(times)
+
+
+def launches_for(shape: Shape) -> int:
+    guess_s = max(shape.kv_bytes / 4e12, shape.flops / 5e14, 10e-6)
+    return max(2, min(math.ceil(TARGET_S / guess_s), MAX_LAUNCHES))
+
+
+attend = jax.jit(functools.partial(multi_token_attention, implementation="mosaic"))
+
+
+def time_kernel(shape: Shape, qs, pools, plan) -> float:
+    launches = launches_for(shape)
+    # Different queries for each launch: the compiler may not take two for one.
+    queries = [qs[i % len(qs)] * (1 + i / 256) for i in range(launches)]
+
+    @jax.jit
+    def many(queries, pools, plan):
+        return [attend(q, pools[i % len(pools)], plan) for i, q in enumerate(queries)]
+
+    return seconds_each(many, launches, queries, pools, plan)
+
+
+def time_cudnn(shape: Shape, key) -> float | None:
+    """cuDNN over contiguous KV of the same sizes, where all rows are alike."""
+    if len(set(shape.rows)) > 1:
+        return None
+    (n, kv_len), batch = shape.rows[0], len(shape.rows)
+    sets = max(2, math.ceil(DISTINCT_BYTES / shape.kv_bytes))
+    launches = launches_for(shape)
+    keys = jax.random.split(key, 3 * max(sets, launches))
+    kv = (batch, kv_len, shape.num_kv_heads, shape.head_dim)
+    ks = [random_array(keys[3 * i], kv) for i in range(sets)]
+    vs = [random_array(keys[3 * i + 1], kv) for i in range(sets)]
+    qs = [random_array(keys[3 * i + 2], (batch, n, shape.num_heads, shape.head_dim)) for i in range(launches)]
+    # Causal only where rows have no past: elsewhere the mask changes little, and cuDNN's is of another kind.
+    cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=n == kv_len, implementation="cudnn")
+
+    @jax.jit
+    def many(qs, ks, vs):
+        return [cudnn(q, ks[i % sets], vs[i % sets]) for i, q in enumerate(qs)]
+
+    return seconds_each(many, launches, qs, ks, vs)
+
+
+def ceilings(key) -> dict[str, float]:
+    """Copy rate (bytes read and written) and bf16 product rate of this card, now."""
+    x = [random_array(k, (1 << 30,)) for k in jax.random.split(key, 2)]
+    copy = jax.jit(lambda x: [lax.optimization_barrier(a) + jnp.bfloat16(0) for a in x])
+    copy_s = seconds_each(copy, 2, x)
+    n = 8192
+    a, b = (random_array(k, (n, n)) for k in jax.random.split(key, 2))
+    others = [a * (1 + i / 64) for i in range(8)]
+    product = jax.jit(lambda others, b: [x @ b for x in others])
+    return {"copy": 4 * (1 << 30) / copy_s, "matmul": 2 * n**3 / seconds_each(product, 8, others, b)}
+
+
+class Report:
+    """Lines of results, printed and written as they come."""
+
+    def __init__(self, folder: Path, command: str) -> None:
+        device = jax.devices()[0]
+        smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        self.file = (folder / "kernels.jsonl").open("a")
+        self.common = {
+            "device": device.device_kind,
+            "driver": subprocess.run(smi, capture_output=True, text=True, check=False).stdout.strip(),
+            "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
+            "commit": os.environ.get("COMMIT", ""),
+            "command": command,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        }
+
+    def add(
+        self,
+        case: str,
+        metric: str,
+        value: float,
+        unit: str,
+        ceiling: float | None,
+        ratio: float | None,
+        **shapes,
+    ):
+        line = {
+            "bench": "kernels",
+            "case": case,
+            "metric": metric,
+            "value": round(value, 3),
+            "unit": unit,
+            "ceiling": None if ceiling is None else round(ceiling, 3),
+            "ratio": None if ratio is None else round(ratio, 4),
+            **{k: v for k, v in self.common.items() if k in ("device", "driver", "versions")},
+            "shapes": shapes,
+            **{k: v for k, v in self.common.items() if k in ("commit", "command", "date")},
+        }
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        against = "" if ceiling is None else f"ceiling {ceiling:8.1f} ratio {ratio:.3f}"
+        print(f"{case:40s} {value:10.1f} {unit:9s} {against} {shapes.get('relative_error', '')}", flush=True)
+
+
+def describe(shape: Shape, error: float, **more) -> dict:
+    return {
+        "rows": len(shape.rows),
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "page_size": shape.page_size,
+        "dtype": "bfloat16",
+        "relative_error": float(f"{error:.2e}"),
+        **more,
+    }
+
+
+def run_case(name: str, shape: Shape, rates: dict[str, float], report: Report, cudnn: bool) -> None:
+    rng, key = np.random.default_rng(len(name)), jax.random.key(len(name))
+    pages, num_pages = make_pages(shape, rng)
+    plan = make_plan(shape, pages)
+    sets = max(2, math.ceil(DISTINCT_BYTES / shape.kv_bytes))
+    keys = jax.random.split(key, 2 * sets + 1)
+    pool = (num_pages, 2, shape.num_kv_heads, shape.page_size, shape.head_dim)
+    pools = [random_array(k, pool) for k in keys[:sets]]
+    qs = [random_array(k, (padded_tokens(shape), shape.num_heads, shape.head_dim)) for k in keys[sets:-1]]
+    out = attend(qs[0], pools[0], plan)
+    error = relative_error(shape, out, qs[0], pools[0], pages)
+    same = bool(jnp.array_equal(out, attend(qs[0], pools[0], plan)))
+    if not error < MAX_ERROR or not same:
+        print(f"{name}: relative error {error}, same again: {same}", flush=True)
+    del out
+    seconds = time_kernel(shape, qs, pools, plan)
+    more = {"device_us": round(seconds * 1e6, 2)}
+    if name in DECODE:
+        gb = shape.kv_bytes / seconds / 1e9
+        report.add(
+            name,
+            "kv_bandwidth",
+            gb,
+            "GB/s",
+            rates["copy"] / 1e9,
+            gb * 1e9 / rates["copy"],
+            **describe(shape, error, **more),
+        )
+        return
+    peer = time_cudnn(shape, keys[-1]) if cudnn else None
+    tflops = shape.flops / seconds / 1e12
+    if peer is not None:
+        more["cudnn_contiguous_us"] = round(peer * 1e6, 2)
+        ceiling, ratio = shape.flops / peer / 1e12, peer / seconds
+    else:
+        ceiling, ratio = rates["matmul"] / 1e12, shape.flops / seconds / rates["matmul"]
+    if name in MIXED:
+        groups = [tuple(row for row in shape.rows if (row[0] == 1) == one) for one in (True, False)]
+        if name.startswith("gap"):
+            groups = [shape.rows[0::2], shape.rows[1::2]]
+        apart = 0.0
+        for rows in groups:
+            part = Shape(rows=rows, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
+            own_pages, _ = make_pages(part, rng)
+            part_qs = [q[: padded_tokens(part)] for q in qs]
+            apart += time_kernel(part, part_qs, pools, make_plan(part, own_pages))
+        more["apart_us"] = round(apart * 1e6, 2)
+        more["tflops"] = round(tflops, 1)
+        report.add(
+            name, "time", seconds * 1e6, "us", apart * 1e6, apart / seconds, **describe(shape, error, **more)
+        )
+        return
+    report.add(name, "rate", tflops, "TFLOP/s", ceiling, ratio, **describe(shape, error, **more))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose name contains one of these, by comma")
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of the results")
+    parser.add_argument("--no-cudnn", action="store_true", help="leave the peer out")
+    args = parser.parse_args()
+    report = Report(Path(args.out), "python -m benchmarks.kernels.attention " + " ".join(sys.argv[1:]))
+    rates = ceilings(jax.random.key(0))
+    print({name: f"{rate / 1e12:.3f} T/s" for name, rate in rates.items()}, flush=True)
+    report.add("ceiling_copy", "bandwidth", rates["copy"] / 1e9, "GB/s", None, None)
+    report.add("ceiling_matmul", "rate", rates["matmul"] / 1e12, "TFLOP/s", None, None)
+    for name, shape in SHAPES.items():
+        if any(word in name for word in args.only.split(",")):
+            try:
+                run_case(name, shape, rates, report, not args.no_cudnn)
+            except Exception as error:  # noqa: BLE001 one case must not cost the others
+                print(f"{name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
