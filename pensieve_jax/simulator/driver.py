@@ -80,7 +80,8 @@ class Simulation:
         self._progress = progress
         times = StepTimeModel(config.model, config.device, config.profile)
         size = config.cache.page_tokens
-        policy = make_policy(config.policy, times.recompute_cost(size, config.max_context_tokens))
+        cost = times.recompute_cost(size, config.max_context_tokens, config.attention_weight)
+        policy = make_policy(config.policy, cost)
         self.cache = CacheManager(config.cache, policy)
         self.scheduler = Scheduler(self.cache, config.scheduler)
         self._worker = VirtualWorker(times, page_tokens=size, hold_swap_outs=config.hold_swap_outs)

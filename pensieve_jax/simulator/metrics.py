@@ -79,6 +79,7 @@ def summarize(
         "device_tokens": device,
         "host_tokens": host,
         "recomputed_tokens": recomputed,
+        "recomputed_tokens_per_request": _ratio(recomputed, len(chosen)),
         "restored_tokens": total("tokens_restored"),
         "hit_rate": _ratio(device + host, history),
         "hit_rate_device": _ratio(device, history),

@@ -33,6 +33,9 @@ class SimulationConfig:
     """Name of the eviction policy."""
     profile: StepProfile | None = None
     """Measured times in place of the estimate."""
+    attention_weight: float = 1.0
+    """Multiplies the attention's part of the cost by which the policy judges, not the time that it takes: to
+    see what depends on the cost profile."""
     max_context_tokens: int = MAX_CONTEXT_TOKENS
     """Longer conversations are cut."""
     hold_swap_outs: bool = True
@@ -53,6 +56,7 @@ def make_config(
     step_tokens: int = STEP_TOKENS,
     max_rows: int = MAX_ROWS,
     profile: StepProfile | None = None,
+    attention_weight: float = 1.0,
     fast_decode: bool = True,
 ) -> SimulationConfig:
     """A simulated server from names and sizes in bytes.
@@ -68,6 +72,7 @@ def make_config(
         step_tokens: query tokens of a step at most.
         max_rows: rows of a step at most.
         profile: measured times in place of the estimate.
+        attention_weight: as in `SimulationConfig`.
         fast_decode: as in `SimulationConfig`.
 
     Raises:
@@ -91,6 +96,7 @@ def make_config(
         scheduler=SchedulerConfig(step_tokens=step_tokens, max_rows=max_rows),
         policy=policy,
         profile=profile,
+        attention_weight=attention_weight,
         fast_decode=fast_decode,
     )
 

@@ -13,6 +13,9 @@ from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.plans import Row
 from pensieve_jax.simulator.hardware import DeviceSpec, ModelShape
 
+LONG_PROMPT_TOKENS = 2048
+"""Enough query tokens that reading the weights no longer limits a step, on every device known here."""
+
 
 class StepWork(NamedTuple):
     """What a step has to do, summed over its rows. A tuple, since one is made for every simulated step."""
@@ -126,12 +129,19 @@ class StepTimeModel:
         attention_s = max(work.pairs * self._pair_s, work.kv_tokens * self._kv_token_s)
         return self._other_s(work.tokens) + attention_s
 
-    def recompute_cost(self, chunk_tokens: int, max_context_tokens: int) -> RecomputeCost:
+    def recompute_cost(
+        self, chunk_tokens: int, max_context_tokens: int, attention_weight: float = 1.0
+    ) -> RecomputeCost:
         """What a chunk costs to compute again among other tokens of a step: its share of a long prompt's
-        time, since recomputed chunks never come alone."""
-        pairs_s = chunk_tokens * self._pair_s
-        long_prompt = 2048
-        other_s = self._other_s(long_prompt) * chunk_tokens / long_prompt
+        time, since recomputed chunks don't come alone.
+
+        Args:
+            chunk_tokens: tokens of a chunk.
+            max_context_tokens: largest context to describe.
+            attention_weight: multiplies the attention's part.
+        """
+        pairs_s = chunk_tokens * self._pair_s * attention_weight
+        other_s = self._other_s(LONG_PROMPT_TOKENS) * chunk_tokens / LONG_PROMPT_TOKENS
         return RecomputeCost(
             context_tokens=(0, max_context_tokens),
             attention_s=(0.0, pairs_s * max_context_tokens),

@@ -48,6 +48,8 @@ class Point:
     model: str = "opt-13b"
     device: str = "a100-80gb"
     policy: str = "retention-value"
+    attention_weight: float = 1.0
+    """As in `SimulationConfig`."""
     keep_state: bool = True
     """False computes the whole history at every turn, as stateless servers do."""
     device_kv_gb: float = DEVICE_KV_BYTES / 1e9
@@ -72,6 +74,7 @@ class Point:
         check(self.device_kv_gb > 0, "device_kv_gb", "above 0")
         check(self.host_kv_gb >= 0, "host_kv_gb", "at least 0")
         check(self.page_tokens >= 1, "page_tokens", "at least 1")
+        check(0 <= self.attention_weight < math.inf, "attention_weight", "at least 0")
         check(0 < self.duration_s < math.inf, "duration_s", "above 0")
         check(0 <= self.warm_up < 1, "warm_up", "a share in [0, 1)")
         check(self.seed >= 0, "seed", "at least 0")
@@ -93,6 +96,7 @@ class Point:
             step_tokens=self.step_tokens,
             max_rows=self.max_rows,
             profile=profile,
+            attention_weight=self.attention_weight,
         )
 
 
