@@ -17,8 +17,9 @@ from rich.progress import Progress
 from pensieve_jax.simulator.plot import write_plot
 from pensieve_jax.simulator.sweep import grid, run_sweep
 
-RATES = (0.75, 1.0, 1.25, 1.5, 2.0)
-SHORT_RATES = (2.0, 2.5, 3.0, 3.5)
+RATES = (1.0, 1.25, 1.5, 2.0)
+SHORT_RATES = (2.5, 3.0, 3.5)
+SHORT_TOKENS = 4096
 POLICIES = ("lru", "retention-value")
 FIGURES = (
     "offered_requests_per_s",
@@ -86,37 +87,20 @@ def lines_of(name, averages, baselines, points):
     return lines
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--duration", type=float, default=3600.0, help="simulated seconds of a point")
-    parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
-    common = {"duration_s": [arguments.duration], "seed": list(range(arguments.seeds))}
-    conversations = sharegpt()
-
+def whole(conversations, common, processes):
+    """Both policies on whole conversations, and retention value by other costs."""
     points = grid(requests_per_s=RATES, policy=POLICIES, **common)
-    base = run("fig14", conversations, points, arguments.processes)
-    lines = lines_of("fig14", base, base, points)
-    plotted = [
-        {"offered_requests_per_s": figures["offered_requests_per_s"], "policy": policy, **figures}
-        for (_, policy), figures in base.items()
-    ]
+    base = run("fig14", conversations, points, processes)
+    keep(lines_of("fig14", base, base, points), "fig14_rate")
+    plotted = [{"policy": policy} | figures for (_, policy), figures in base.items()]
     for weight in (2.0, 4.0):
         points = grid(
-            requests_per_s=RATES[1:4], policy=["retention-value"], attention_weight=[weight], **common
+            requests_per_s=RATES[:3], policy=["retention-value"], attention_weight=[weight], **common
         )
-        averages = run(f"fig14, attention x {weight:g}", conversations, points, arguments.processes)
-        lines += lines_of(f"fig14_attention{weight:g}", averages, base, points)
-        plotted += [
-            {"policy": f"{policy}, attention x {weight:g}", **f} for (_, policy), f in averages.items()
-        ]
-    short = [c for c in conversations if len(c.turns) >= 2 and c.num_tokens <= 4096]
-    points = grid(requests_per_s=SHORT_RATES, policy=POLICIES, **common)
-    averages = run("fig14, short conversations", short, points, arguments.processes)
-    lines += lines_of("fig14_short", averages, averages, points)
-
-    keep(lines, "fig14_")
+        averages = run(f"fig14, attention x {weight:g}", conversations, points, processes)
+        name = f"fig14_attention{weight:g}"
+        keep(lines_of(name, averages, base, points), name)
+        plotted += [{"policy": f"retention-value, attention x {weight:g}"} | f for f in averages.values()]
     IMAGES.mkdir(exist_ok=True)
     write_plot(
         plotted,
@@ -125,6 +109,30 @@ def main():
         series="policy",
         path=IMAGES / "simulate-fig14.svg",
     )
+
+
+def short(conversations, common, processes):
+    """Both policies on conversations without the long ones."""
+    chosen = [c for c in conversations if len(c.turns) >= 2 and c.num_tokens <= SHORT_TOKENS]
+    points = grid(requests_per_s=SHORT_RATES, policy=POLICIES, **common)
+    averages = run("fig14, short conversations", chosen, points, processes)
+    keep(lines_of("fig14_short", averages, averages, points), "fig14_short")
+
+
+PARTS = {"whole": whole, "short": short}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--duration", type=float, default=3600.0, help="simulated seconds of a point")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--part", choices=PARTS, help="only this one")
+    arguments = parser.parse_args()
+    common = {"duration_s": [arguments.duration], "seed": list(range(arguments.seeds))}
+    conversations = sharegpt()
+    for name in [arguments.part] if arguments.part else PARTS:
+        PARTS[name](conversations, common, arguments.processes)
 
 
 if __name__ == "__main__":

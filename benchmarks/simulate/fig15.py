@@ -1,10 +1,11 @@
 """The paper's figure 15: think times of 30 to 600 s, Llama-2-13B with 10 KV heads on an A100, ShareGPT.
 
-`python benchmarks/simulate/fig15.py` takes a quarter of an hour on one core. Cases `fig15_think*_rate*` have the
-kept state's figures with those of the same server without state (`fig15_stateless_rate*`) as the peer.
+`python benchmarks/simulate/fig15.py` takes a quarter of an hour on one core. Cases `fig15_think*_rate*` have
+the kept state's figures with those of the same server without state (`fig15_stateless_rate*`) as the peer.
 """
 
 import argparse
+from itertools import pairwise
 
 from results import IMAGES, keep, line, sharegpt
 from rich.progress import Progress
@@ -47,7 +48,7 @@ def points():
 def throughput_at(rows, latency_s):
     """Requests/s served where the normalized latency crosses a bound, between two points; None if outside."""
     pairs = sorted((row["normalized_latency_s_mean"], row["served_requests_per_s"]) for row in rows)
-    for (below, slow), (above, fast) in zip(pairs, pairs[1:], strict=False):
+    for (below, slow), (above, fast) in pairwise(pairs):
         if below <= latency_s <= above:
             return slow + (fast - slow) * (latency_s - below) / (above - below)
     return None
@@ -96,11 +97,10 @@ def main():
             case = f"fig15_{name}_rate{rate:g}"
             lines.append(line(case, metric, value, unit, ceiling=other, ratio=ratio, shapes=shapes_of(row)))
     bound = throughput_at(by_label["stateless"], LATENCY_S)
-    for name, group in by_label.items():
-        reached = throughput_at(group, LATENCY_S)
-        case = "fig15_at120ms_" + (
-            "stateless" if name == "stateless" else f"think{group[0]['think_time_s']:g}"
-        )
+    for group in by_label.values():
+        reached, first = throughput_at(group, LATENCY_S), group[0]
+        name = f"think{first['think_time_s']:g}" if first["keep_state"] else "stateless"
+        case = f"fig15_at120ms_{name}"
         ratio = reached / bound if reached and bound else None
         shapes = {"model": MODEL, "latency_s": LATENCY_S, "rates": [row["requests_per_s"] for row in group]}
         lines.append(

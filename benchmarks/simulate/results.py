@@ -44,7 +44,11 @@ def line(case, metric, value, unit, *, ceiling=None, ratio=None, shapes):
 
 
 def keep(lines, prefix):
-    """Put lines into the file in place of those whose case begins with `prefix`."""
+    """Put lines into the file in place of those whose case begins with `prefix`. NaN becomes null."""
+    for entry in lines:
+        for name in ("value", "ceiling", "ratio"):
+            if entry[name] != entry[name]:
+                entry[name] = None
     old = []
     if RESULTS.exists():
         old = [json.loads(text) for text in RESULTS.read_text(encoding="utf-8").splitlines()]

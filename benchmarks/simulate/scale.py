@@ -1,7 +1,7 @@
 """100,000 requests of some 300 output tokens: time and memory of the simulator itself.
 
-`python benchmarks/simulate/scale.py` takes some minutes on one core. The conversations are synthetic (geometric
-turns, log-normal lengths) on OPT-13B, A100, both tiers under pressure. Case `scale_100k`.
+`python benchmarks/simulate/scale.py` takes some minutes on one core. The conversations are synthetic
+(geometric turns, log-normal lengths) on OPT-13B, A100, both tiers under pressure. Case `scale_100k`.
 """
 
 import argparse
@@ -48,23 +48,14 @@ def main():
         "recomputed_share": round(figures["recomputed_share"], 4),
     }
     case = f"scale_{arguments.requests // 1000}k"
-    keep(
-        [
-            line(
-                case, "wall_s", wall_s, "s", ceiling=WALL_BOUND_S, ratio=WALL_BOUND_S / wall_s, shapes=shapes
-            ),
-            line(
-                case,
-                "peak_memory_bytes",
-                memory,
-                "B",
-                ceiling=MEMORY_BOUND_BYTES,
-                ratio=MEMORY_BOUND_BYTES / memory,
-                shapes=shapes,
-            ),
-        ],
-        case,
-    )
+    lines = [
+        line(case, metric, value, unit, ceiling=bound, ratio=bound / value, shapes=shapes)
+        for metric, value, unit, bound in (
+            ("wall_s", wall_s, "s", WALL_BOUND_S),
+            ("peak_memory_bytes", memory, "B", MEMORY_BOUND_BYTES),
+        )
+    ]
+    keep(lines, case)
 
 
 if __name__ == "__main__":
