@@ -19,19 +19,25 @@ from pensieve_jax.simulator.workload import SimConversation
 
 SYNTHETIC = "synthetic"
 DEFAULTS = Point()
-SHOWN = (
-    "offered_requests_per_s",
-    "served_requests_per_s",
-    "hit_rate_device",
-    "hit_rate_host",
-    "host_hit_rate",
-    "recomputed_tokens",
-    "normalized_latency_s_mean",
-    "normalized_latency_s_p99",
-    "ttft_s_mean",
-    "suspensions",
-)
-"""Figures of the table; the files have all."""
+SHOWN = {
+    "offered_requests_per_s": "offered/s",
+    "served_requests_per_s": "served/s",
+    "hit_rate_device": "device hits",
+    "hit_rate_host": "host hits",
+    "recomputed_share": "recomputed",
+    "normalized_latency_s_mean": "s/token",
+    "normalized_latency_s_p99": "p99",
+    "ttft_s_mean": "first token s",
+}
+"""Figures of the table, and what stands above them; hits and recomputed are shares of the history. The files
+have all figures."""
+SHORT = {
+    "requests_per_s": "rate",
+    "think_time_s": "think s",
+    "device_kv_gb": "device GB",
+    "host_kv_gb": "host GB",
+}
+"""What stands above settings, where the name is long."""
 PLOTTED = ("host_hit_rate", "recomputed_tokens", "normalized_latency_s_mean")
 
 
@@ -70,7 +76,9 @@ def simulate(
     seed: Annotated[str, typer.Option(help="Of everything random.")] = "0",
     out: Annotated[Path, typer.Option(help="Folder for the numbers and plots.")] = Path("simulate-out"),
     processes: Annotated[int, typer.Option(min=1, help="Points that run at a time.")] = 1,
-    debug: bool = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show log messages, and where an error comes from.")
+    ] = False,
 ) -> None:
     """Replay conversations on a simulated server. Where several values may stand, separate them by commas:
     every combination is run."""
@@ -152,9 +160,12 @@ def _progress() -> Progress:
 
 
 def _table(rows: list[Row], settings: list[str]) -> Table:
-    table = Table(title_justify="left")
-    for name in (*settings, *SHOWN):
-        table.add_column(name.replace("_", " "), justify="right")
+    table = Table(box=None, pad_edge=False)
+    for name in settings:
+        width = max(len(_cell(row[name])) for row in rows)
+        table.add_column(SHORT.get(name, name.replace("_", " ")), min_width=width)
+    for heading in SHOWN.values():
+        table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in (*settings, *SHOWN)))
     return table
@@ -162,7 +173,7 @@ def _table(rows: list[Row], settings: list[str]) -> Table:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}" if math.isfinite(value) else "-"
+        return f"{value:.3g}" if math.isfinite(value) else "-"
     return str(value)
 
 

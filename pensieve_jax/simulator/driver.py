@@ -114,9 +114,12 @@ class Simulation:
                     break
                 self._pass_time_until(self._next_arrival())
                 continue
-            starved = self._step()
-            if starved is not None and self._config.fast_decode:
-                self._decode(starved)
+            decode_run = self._step()
+            if decode_run is not None:
+                self._now = decode_run.run(self._now)
+                self._steps += decode_run.steps
+                self._fast_steps += decode_run.steps
+                self._rows += decode_run.tokens
         if self._progress is not None:
             self._progress(self._turns, self._turns)
         return SimulationResult(
@@ -135,12 +138,11 @@ class Simulation:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def _step(self) -> bool | None:
+    def _step(self) -> DecodeRun | None:
         """Plan, run and apply one step.
 
         Returns:
-            whether requests wait that can't be admitted until one ends; None if the next step isn't known to
-            be a mere decode step.
+            a run to take from here on if the next step is known to decode and nothing else.
         """
         copies_under_way = self._worker.copies_under_way
         plan = self.scheduler.schedule(self._now)
@@ -148,8 +150,7 @@ class Simulation:
         if not plan.rows:
             self._wait_for_copies(plan.swap_outs)
             return None
-        work = work_of(plan.rows)
-        outcome = self._worker.execute(work, len(plan.swap_ins), plan.swap_outs, self._now)
+        outcome = self._worker.execute(work_of(plan.rows), len(plan.swap_ins), plan.swap_outs, self._now)
         self._now = outcome.end_s
         self._steps += 1
         self._rows += len(plan.rows)
@@ -162,36 +163,33 @@ class Simulation:
             failed_swap_ins=(),
             swap_in_wait_s=outcome.swap_in_wait_s,
         )
-        all_decode = len(samples) == self.scheduler.num_running
+        all_sample = len(samples) == self.scheduler.num_running
         ended = False
         for output in self.scheduler.apply(plan, result, self._now):
             if output.finished:
                 ended = True
                 self._finish(live[output.request_id], self._now)
-        if not all_decode:
+        if not all_sample or not self._config.fast_decode:
             return None
         self._submit_due(self._now)
-        if not self.scheduler.num_waiting or self.scheduler.num_running >= self._config.scheduler.max_rows:
-            return False
         starved = waited and not ended and lacks_pages(plan, self.scheduler, copies_under_way)
-        return True if starved else None
+        full = self.scheduler.num_running >= self._config.scheduler.max_rows
+        if self.scheduler.num_waiting and not full and not starved:
+            return None
+        running = [live[request_id] for request_id in sorted(samples) if request_id in live]
+        return self._decode_run(running, starved=starved)
 
-    def _decode(self, starved: bool) -> None:
-        """Take decode steps until the scheduler has something to decide."""
-        run = DecodeRun(
+    def _decode_run(self, running: list[LiveTurn], *, starved: bool) -> DecodeRun:
+        return DecodeRun(
             self.scheduler,
             self._worker,
-            [live for live in self._live.values() if live.request.running],
+            running,
             starved=starved,
             submit_due=self._submit_due,
             next_arrival=self._next_arrival,
             finished=self._finish,
             stop_s=self._stop_s,
         )
-        self._now = run.run(self._now)
-        self._steps += run.steps
-        self._fast_steps += run.steps
-        self._rows += run.tokens
 
     def _wait_for_copies(self, swap_outs: tuple) -> None:
         """Nothing can run: wait for copies to the host, or else for somebody new."""
