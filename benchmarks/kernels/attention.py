@@ -8,7 +8,7 @@ in the format of benchmarks/results/.
 """
 
 import argparse
-import datetime
+import datetime as dt
 import functools
 import json
 import math
@@ -194,7 +194,7 @@ class Report:
             "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
             "commit": os.environ.get("COMMIT", ""),
             "command": command,
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "date": dt.datetime.now(dt.UTC).date().isoformat(),
         }
 
     def add(

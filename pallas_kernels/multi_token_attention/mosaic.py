@@ -36,8 +36,8 @@ from pallas_kernels.multi_token_attention.schedule import (
 
 NUM_SLOTS = 5
 """Slots of the ring, each a block of K or of V. With queries and outputs they fill the shared memory."""
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 32
-"""Registers of a thread after the split: 2 x 240 + 32 of the 3 x 168 that the CTA starts with."""
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+"""Registers of a thread after the split: 2 x 232 + 40 make the 3 x 168 that the CTA starts with."""
 NEVER = -1e30
 """Start of the running maximum: finite, so that a row that sees no key yet stays free of NaN."""
 LOG2E = math.log2(math.e)
