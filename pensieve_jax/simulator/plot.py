@@ -18,6 +18,8 @@ LABELS = {
     "host_hit_rate": "host hit rate",
     "hit_rate": "hit rate, both tiers",
     "recomputed_share": "recomputed share of history",
+    "recomputed_tokens": "recomputed tokens",
+    "recomputed_tokens_per_request": "recomputed tokens of a request",
     "normalized_latency_s_mean": "s per output token, mean",
     "served_requests_per_s": "requests/s served",
     "ttft_s_mean": "time to first token, s",
@@ -53,5 +55,5 @@ def write_plot(
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
     if series:
-        panels[0].legend(frameon=False, title=series)
+        panels[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -141,3 +143,10 @@ def test_workloads_without_times_need_a_rate(invoke, tmp_path):
     path.write_text('{"id": "a", "turns": [{"input_tokens": 9, "output_tokens": 9}]}\n' * 2)
     result = invoke(path)
     assert "w.jsonl has no recorded times" in str(result.exception)
+
+
+def test_nothing_here_imports_jax():
+    code = (
+        "import sys, pensieve_jax.simulator.command; assert not {'jax', 'torch', 'flax'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
