@@ -15,15 +15,15 @@ from pensieve_jax.simulator.sweep import grid, run_sweep
 
 MODEL = "llama2-13b-kv10"
 THINK_TIMES_S = (30.0, 60.0, 120.0, 300.0, 600.0)
-RATES = (3.0, 4.0, 5.0)
-STATELESS_RATES = (2.0, 2.5, 3.0, 4.0, 5.0)
+RATES = (3.0, 4.0, 5.5)
+STATELESS_RATES = (2.0, 2.5, 3.0, 4.0, 5.5)
 LATENCY_S = 0.12
 """Normalized latency at which the paper compares throughput (figure 10)."""
 
 
 def duration_s(think_time_s):
     """Long enough that conversations of average length have run through before the figures begin."""
-    return 2400.0 + 8 * think_time_s
+    return 2000.0 + 6 * think_time_s
 
 
 def points():
