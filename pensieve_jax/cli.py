@@ -236,13 +236,13 @@ def chat(
 @app.command()
 @_command
 def demo(
-    conversations: Annotated[int, typer.Option(min=1, help="How many are served, interleaved.")] = 6,
+    conversations: Annotated[int, typer.Option(min=1, help="How many are served, interleaved.")] = 5,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 7,
     max_output: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 16,
     device_pages: Annotated[
         int, typer.Option(min=1, help="Pages of 32 tokens on the device; few on purpose.")
-    ] = 72,
-    host_pages: Annotated[int, typer.Option(min=0, help="Pages of 32 tokens in host memory.")] = 96,
+    ] = 64,
+    host_pages: Annotated[int, typer.Option(min=0, help="Pages of 32 tokens in host memory.")] = 60,
     seed: Annotated[int, typer.Option(min=0, help="Of the order in which turns come.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the plot and the numbers.")] = Path("demo-out"),
     assets: Annotated[Path, typer.Option(help="Folder of the model and the recorded conversations.")] = (
@@ -261,23 +261,17 @@ def demo(
     from pensieve_jax.info import machine_facts
 
     sizes = DemoSizes(max_output_tokens=max_output, device_pages=device_pages, host_pages=host_pages)
+    workload = _demo_workload(
+        console, None if random_model else assets, conversations=conversations, turns=turns, seed=seed
+    )
+    console.print(
+        f"Serving {workload.title} twice, one turn at a time, at most {max_output} tokens an answer: "
+        f"with the state kept ({device_pages} pages on the device, {host_pages} in host memory), "
+        "and without.",
+        soft_wrap=True,
+        highlight=False,
+    )
     with _stages() as stages:
-        stages("loading", 0, 1)
-        workload = _demo_workload(
-            console,
-            stages,
-            None if random_model else assets,
-            conversations=conversations,
-            turns=turns,
-            seed=seed,
-        )
-        console.print(
-            f"Serving {workload.title} twice, one turn at a time, at most {max_output} tokens an answer: "
-            f"with the state kept ({device_pages} pages on the device, {host_pages} in host memory), "
-            "and without.",
-            soft_wrap=True,
-            highlight=False,
-        )
         comparison = compare(workload, *serve(workload, sizes, stages))
     for table in report_tables(comparison):
         console.print()
@@ -294,21 +288,23 @@ def demo(
 
 
 def _demo_workload(
-    console: Console, stages: _Stages, assets: Path | None, *, conversations: int, turns: int, seed: int
+    console: Console, assets: Path | None, *, conversations: int, turns: int, seed: int
 ) -> "Workload":
     """Real conversations, or random ones if `assets` is None or can't be had."""
     from pensieve_jax.demo import random_workload, sharegpt_workload
 
     if assets is not None:
         try:
-            return sharegpt_workload(
-                fetch_smollm2(assets),
-                fetch_sharegpt(assets),
-                conversations=conversations,
-                turns=turns,
-                seed=seed,
-                progress=stages.stage("loading"),
-            )
+            checkpoint, recording = fetch_smollm2(assets), fetch_sharegpt(assets)
+            with _stages() as stages:
+                return sharegpt_workload(
+                    checkpoint,
+                    recording,
+                    conversations=conversations,
+                    turns=turns,
+                    seed=seed,
+                    progress=stages.stage("loading"),
+                )
         except AssetError as error:
             console.print(f"[yellow]can't be had:[/] {error}", soft_wrap=True, highlight=False)
     console.print(

@@ -14,7 +14,7 @@ from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.errors import EngineError
 from pensieve_jax.core.types import FinishReason, SamplingParams, TurnReceipt
 from pensieve_jax.demo.workload import Workload
-from pensieve_jax.engine import Engine
+from pensieve_jax.engine import Conversation, Engine
 from pensieve_jax.engine.warmup import warm_up
 from pensieve_jax.interrupts import closing_on_interrupt
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
@@ -190,28 +190,44 @@ def warm_up_copies(engine: Engine, *, progress: Callable[[int, int], None]) -> N
     once = SamplingParams(max_tokens=1, ignore_eos=True)
     most = min(pages.host_pages, pages.device_pages * 3 // 4, engine.max_context_tokens // page_tokens - 2)
     sizes = [size for size in (1, *(1 + (1 << i) for i in range(most.bit_length()))) if size <= most]
+    # The fillers' own pages go to the host too, until a quarter of the device is free.
+    groups = _groups(sizes, pages.host_pages - pages.device_pages // 4)
     half = max(1, pages.device_pages // 2)
     rng = np.random.default_rng(0)
-    names: list[str] = []
+    conversations: list[Conversation] = []
 
-    def compute(name: str, num_tokens: int) -> None:
-        names.append(name)
-        engine.conversation(name).send(rng.integers(engine.spec.vocab_size, size=num_tokens), once)
+    def compute(conversation: Conversation, num_pages: int) -> int:
+        """Pages that had to come from the host."""
+        prompt = rng.integers(engine.spec.vocab_size, size=max(1, num_pages * page_tokens))
+        receipt = conversation.send(prompt, once).receipt
+        return -(-receipt.tokens_from_host // page_tokens) if receipt else 0
 
-    for done, group in enumerate(groups := _groups(sizes, most)):
-        progress(done, len(groups))
-        for size in group:
-            compute(f"warm-up-{size}", size * page_tokens)
-        for i in range(2):
-            compute(f"warm-up-filler-{done}-{i}", half * page_tokens)
-        for size in group:  # swapped in
-            compute(f"warm-up-{size}", 1)
+    def begin(num_pages: int) -> Conversation:
+        conversations.append(engine.conversation())
+        compute(conversations[-1], num_pages)
+        return conversations[-1]
+
+    def swap(group: list[int]) -> set[int]:
+        """Numbers of pages that were swapped in."""
+        filled = [begin(size) for size in group]
+        begin(half)
+        begin(half)
+        swapped_in = {compute(conversation, 0) for conversation in filled}
         for size in group:  # as many are copied out ahead of time, now that the pool is full
-            compute(f"warm-up-more-{size}", size * page_tokens)
+            begin(size)
+        return swapped_in
+
+    met: set[int] = set()
+    for done, group in enumerate(groups):
+        progress(done, len(groups))
+        met |= swap(group)
+    for size in sizes:  # what others of its group have pushed out of the host
+        if size not in met:
+            swap([size])
     progress(len(groups), len(groups))
     engine.settle()
-    for name in dict.fromkeys(names):
-        engine.delete(name)
+    for conversation in conversations:
+        conversation.delete()
 
 
 def _groups(sizes: Sequence[int], most: int) -> list[list[int]]:

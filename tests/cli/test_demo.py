@@ -16,18 +16,8 @@ from pensieve_jax.demo import workload as workload_module
 from pensieve_jax.demo.workload import think_time_order
 from tests.assets import ASSETS_FOLDER, smollm2_path
 
-TINY = [
-    "--conversations",
-    "3",
-    "--turns",
-    "3",
-    "--max-output",
-    "2",
-    "--device-pages",
-    "16",
-    "--host-pages",
-    "5",
-]
+SIZES = {"conversations": 3, "turns": 3, "max-output": 2, "device-pages": 16, "host-pages": 5}
+TINY = [word for name, size in SIZES.items() for word in (f"--{name}", size)]
 
 
 def check_numbers(path, *, conversations, turns):
