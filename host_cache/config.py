@@ -30,6 +30,13 @@ class CacheConfig:
     """Share of device pages that an admission leaves to the requests that already run."""
     max_swap_outs_per_step: int = 64
     """Most chunks copied ahead of time in one step; bounds the staging memory."""
+    share_prefixes: bool = True
+    """Let conversations that begin alike share chunks, found by their content."""
+    load_s_per_page: float | None = None
+    """Time to move one page between the tiers. If given, a chunk that is cheaper to recompute than that is
+    neither copied to the host nor loaded from it. None: the paper's way, always copy and load."""
+    identity: bytes = b""
+    """Distinguishes models, weights and dtypes in the keys of shared chunks."""
     keep_finished: bool = True
     """Keep the pages of finished turns. False makes the server stateless, for comparison."""
 

@@ -4,73 +4,97 @@ It holds books only; bytes are moved by `host_cache.transfer` as the plans say. 
 thread, between steps. Each is all or nothing.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from host_cache.chunks import CachedConversation, Chunk
 from host_cache.config import CacheConfig
+from host_cache.conversation import CachedConversation
+from host_cache.counters import CacheCounters
 from host_cache.errors import IntegrityError
-from host_cache.ledger import Ledger
+from host_cache.leaving import LeavingOrder
+from host_cache.ledger import NONE, Ledger
 from host_cache.plan import CachePlan, PageCopy
 from host_cache.policies import EvictionPolicy
-from host_cache.victims import Victims
+from host_cache.prefix_index import PrefixIndex
 
-
-@dataclass(slots=True, kw_only=True)
-class CacheCounters:
-    """What has happened since the start. Every context token of an admission is counted once."""
-
-    tokens_from_device: int = 0
-    tokens_from_host: int = 0
-    tokens_recomputed: int = 0
-    """History that was in no tier."""
-    tokens_new: int = 0
-    """Tokens that were never computed before."""
-    gaps: int = 0
-    """Runs of recomputed tokens of at most one chunk."""
-    long_gaps: int = 0
-    """Runs of recomputed tokens of more than one chunk."""
-    chunks_swapped_in: int = 0
-    chunks_swapped_out: int = 0
-    chunks_dropped: int = 0
-    """Chunks that left the last tier they were in for want of room."""
-    pages_reclaimed: int = 0
-    """Device pages had without copying, since the host held the chunk already."""
-    failed_swap_ins: int = 0
-    failed_swap_outs: int = 0
+DEFAULT_TENANT = ""
 
 
 class CacheManager:
     """Keeps the books of both tiers. See the module's text for who may call when."""
 
-    def __init__(self, config: CacheConfig, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, config: CacheConfig, policy: EvictionPolicy, cost: Callable[[int], float] | None = None
+    ) -> None:
+        """Args:
+        config: sizes and thresholds.
+        policy: who leaves first.
+        cost: seconds to recompute a chunk at a context length; needed for `config.load_s_per_page` only.
+        """
+        if config.load_s_per_page is not None and cost is None:
+            raise ValueError(
+                "cost: got None, expected the cost of recomputing, to hold load_s_per_page against"
+            )
         self.config = config
         self.policy = policy
-        self._ledger = Ledger(
-            device_pages=config.device_pages, host_pages=config.host_pages, page_tokens=config.page_tokens
+        self._cost = cost
+        self._prefixes = PrefixIndex(identity=config.identity, page_tokens=config.page_tokens)
+        self._ledger = ledger = Ledger(
+            device_pages=config.device_pages,
+            host_pages=config.host_pages,
+            page_tokens=config.page_tokens,
+            prefixes=self._prefixes,
         )
+        tests = (
+            ledger.evictable,
+            lambda chunk: ledger.host_page_is_free_to_go(chunk) and not ledger.pins[chunk],
+            lambda chunk: (
+                ledger.evictable(chunk)
+                and not ledger.in_host(chunk)
+                and not self._cheaper_to_recompute(chunk)
+            ),
+        )
+        self._orders = tuple(
+            LeavingOrder(ledger, policy, tier=tier, wanted=wanted, page_tokens=config.page_tokens)
+            for tier, wanted in enumerate(tests)
+        )
+        self._device_order, self._host_order, self._ahead_order = self._orders
+        """Who leaves the device, who leaves the host, who is copied to the host ahead of time."""
         self._conversations: dict[str, CachedConversation] = {}
         self._swap_outs: list[PageCopy] = []
+        self._swap_ins: list[PageCopy] = []
+        self._spare_copies: deque[int] = deque()
+        """Chunks of running conversations that may have a copy in the host, which nobody would miss."""
         self._counters = CacheCounters()
 
     # -- conversations ---------------------------------------------------------------------------
 
-    def open(self, conversation_id: str, now: float) -> None:
+    def open(self, conversation_id: str, now: float, *, tenant: str = DEFAULT_TENANT) -> None:
         """Know a conversation, with nothing cached. Nothing changes if it is known."""
         if conversation_id not in self._conversations:
-            self._conversations[conversation_id] = CachedConversation(conversation_id, now)
+            self._conversations[conversation_id] = CachedConversation(conversation_id, tenant, now)
 
     def touch(self, conversation_id: str, now: float) -> None:
         """Note activity: its next turn has arrived and waits."""
-        self._conversations[conversation_id].last_active = now
+        conversation = self._conversations[conversation_id]
+        if conversation.had_turn:
+            conversation.num_gaps += 1
+            conversation.sum_gaps_s += now - conversation.last_active
+            conversation.had_turn = False
+        conversation.last_active = now
+        if not conversation.running:
+            self._enter(conversation)
 
     def forget(self, conversation_id: str) -> None:
         """Drop all that a conversation has cached. It must not be running; it may be unknown."""
-        conversation = self._conversations.get(conversation_id)
-        if conversation is not None:
-            self._cut(self._idle(conversation_id), 0)
+        if conversation_id in self._conversations:
+            conversation = self._idle(conversation_id)
+            self._cut(conversation, 0)
+            for order in self._orders:
+                order.leave(conversation)
             del self._conversations[conversation_id]
 
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
@@ -83,24 +107,48 @@ class CacheManager:
         A chunk that is only partly within them is not shared: the fork computes those few tokens again.
         """
         source = self._conversations[source_id]
-        new = CachedConversation(new_id, now)
-        for chunk in source.chunks[: num_tokens // self.config.page_tokens]:
-            shared = chunk if chunk is not None and chunk.filled == self.config.page_tokens else None
-            if shared is not None:
-                shared.sharers.append(new)
-            new.chunks.append(shared)
+        new = CachedConversation(new_id, source.tenant, now)
+        full = num_tokens // self.config.page_tokens
+        for chunk in source.chunks[:full]:
+            whole = chunk != NONE and self._ledger.filled[chunk] == self.config.page_tokens
+            if whole:
+                self._ledger.share(chunk, new)
+            new.chunks.append(chunk if whole else NONE)
+        new.keys = source.keys[:full]
         self._strip(new)
         self._conversations[new_id] = new
+        self._enter(new)
 
     def clear(self) -> None:
         """Drop everything cached, as after a change of weights. No conversation may be running."""
         for conversation in list(self._conversations.values()):
             self._cut(self._idle(conversation.id), 0)
 
+    def set_priority(self, conversation_id: str, priority: float, now: float) -> None:
+        """Multiply what a conversation's chunks are worth. It becomes known if it isn't.
+
+        Args:
+            conversation_id: any conversation.
+            priority: above 0; 1 is usual.
+            now: the time.
+        """
+        self.open(conversation_id, now)
+        conversation = self._conversations[conversation_id]
+        conversation.priority = priority
+        if not conversation.running:
+            self._enter(conversation)
+
     # -- a turn ----------------------------------------------------------------------------------
 
     def admit(
-        self, conversation_id: str, *, num_tokens: int, history_tokens: int, now: float, reserve_pages: int
+        self,
+        conversation_id: str,
+        *,
+        num_tokens: int,
+        history_tokens: int,
+        now: float,
+        reserve_pages: int,
+        token_ids: np.ndarray | None = None,
     ) -> CachePlan | None:
         """Get a conversation ready to run: pin what is on the device, load what the host has, and give
         pages to everything else.
@@ -111,66 +159,82 @@ class CacheManager:
             history_tokens: how many of them were computed before, now or in an earlier life of the process.
             now: the time, for the policy.
             reserve_pages: pages to leave free or evictable.
+            token_ids: i32[num_tokens]: the tokens themselves, to find chunks that others have; None: don't.
 
         Returns:
             the plan; None if pages are short or a chunk's copy to the host has not ended: nothing changed.
         """
-        conversation = self._idle(conversation_id)
+        conversation, ledger = self._idle(conversation_id), self._ledger
         self._cut(conversation, num_tokens - 1)
-        size = self.config.page_tokens
-        num_pages = self.config.pages_for(num_tokens)
-        kept = conversation.chunks
-        if any(c is not None and c.arriving and c.device_page is None for c in kept):
+        num_keys = len(conversation.keys)
+        adopted = self._adopt(conversation, token_ids, num_tokens)
+        kept = [chunk for chunk in conversation.chunks if chunk != NONE]
+        needed = self.config.pages_for(num_tokens) - sum(map(ledger.on_device, kept))
+        own_evictable = sum(map(ledger.evictable, kept))
+        short = needed + reserve_pages > self.num_available - own_evictable
+        if short or any(ledger.arriving(chunk) and not ledger.on_device(chunk) for chunk in kept):
+            for chunk in adopted:
+                self._detach(chunk, conversation)
+            del conversation.keys[num_keys:]
             return None
-        on_device = sum(1 for c in kept if c is not None and c.device_page is not None)
-        own_evictable = sum(1 for c in kept if c is not None and c.evictable)
-        needed = num_pages - on_device
-        if needed + reserve_pages > self.num_available - own_evictable:
-            return None
-
+        for order in self._orders:
+            order.leave(conversation)
         for chunk in kept:
-            if chunk is not None:
-                self._ledger.pin(chunk)
+            if self._cheaper_to_recompute(chunk) and not ledger.on_device(chunk) and not ledger.shared(chunk):
+                ledger.remove(chunk)
+                continue
+            ledger.pin(chunk)
+            if ledger.in_host(chunk) and ledger.on_device(chunk):
+                self._note_spare_copy(chunk)
         conversation.running = True
         self._make_room(needed, now)
+        return self._lay_out(conversation, num_tokens, history_tokens, adopted)
 
+    def _lay_out(
+        self, conversation: CachedConversation, num_tokens: int, history_tokens: int, adopted: frozenset[int]
+    ) -> CachePlan:
+        """Give every chunk of an admitted conversation its device page, and say what is missing."""
+        size, ledger, chunks = self.config.page_tokens, self._ledger, conversation.chunks
+        num_pages = self.config.pages_for(num_tokens)
         swap_ins: list[PageCopy] = []
         missing: list[tuple[int, int]] = []
-        from_device = from_host = recomputed = 0
-        conversation.chunks.extend([None] * (num_pages - len(conversation.chunks)))
-        for index, chunk in enumerate(conversation.chunks):
-            start, end = index * size, min((index + 1) * size, num_tokens)
-            if chunk is None:
-                chunk = conversation.chunks[index] = self._ledger.new_chunk(conversation, index)
-            cached = min(chunk.filled, end - start)
-            if chunk.device_page is None:
-                swap_ins.append(self._ledger.start_load(chunk))
-                from_host += cached
-            else:
+        from_device = from_host = shared = 0
+        chunks.extend([NONE] * (num_pages - len(chunks)))
+        for index in range(num_pages):
+            start = index * size
+            end = min(start + size, num_tokens)
+            chunk = chunks[index]
+            if chunk == NONE:
+                chunk = chunks[index] = ledger.new_chunk(conversation, index)
+            cached = min(ledger.filled[chunk], end - start)
+            if ledger.on_device(chunk):
                 from_device += cached
+            else:
+                swap_ins.append(ledger.start_load(chunk))
+                from_host += cached
+            shared += cached if chunk in adopted else 0
             if start + cached < end:
                 if missing and missing[-1][1] == start + cached:
                     missing[-1] = (missing[-1][0], end)
                 else:
                     missing.append((start + cached, end))
-        conversation.page_ids = np.fromiter((_page(c) for c in conversation.chunks), np.int32, num_pages)
-
-        for start, end in missing:
-            again = max(0, min(end, history_tokens) - start)
-            recomputed += again
-            self._counters.gaps += 0 < again <= size
-            self._counters.long_gaps += again > size
-        self._counters.tokens_from_device += from_device
-        self._counters.tokens_from_host += from_host
-        self._counters.tokens_recomputed += recomputed
-        self._counters.tokens_new += num_tokens - from_device - from_host - recomputed
+        conversation.page_ids = np.fromiter((ledger.device_page[c] for c in chunks), np.int32, num_pages)
+        again = [max(0, min(end, history_tokens) - start) for start, end in missing]
         return CachePlan(
             swap_ins=tuple(swap_ins),
             missing=tuple(missing),
             tokens_from_device=from_device,
             tokens_from_host=from_host,
-            tokens_recomputed=recomputed,
+            tokens_recomputed=sum(again),
+            tokens_new=num_tokens - from_device - from_host - sum(again),
+            gaps=sum(0 < n <= size for n in again),
+            long_gaps=sum(n > size for n in again),
+            tokens_shared=shared,
         )
+
+    def admitted(self, plan: CachePlan) -> None:
+        """Count an admission whose step has ended well."""
+        self._counters.add_admission(plan)
 
     def grow(self, conversation_id: str, num_tokens: int, now: float) -> bool:
         """Give a running conversation pages for `num_tokens` tokens in all.
@@ -179,22 +243,26 @@ class CacheManager:
             False if pages are short; nothing changed then.
         """
         conversation = self._running(conversation_id)
-        needed = self.config.pages_for(num_tokens) - len(conversation.chunks)
+        chunks = conversation.chunks
+        needed = self.config.pages_for(num_tokens) - len(chunks)
         if needed <= 0:
             return True
         if needed > self.num_available:
             return False
         self._make_room(needed, now)
-        for _ in range(needed):
-            conversation.chunks.append(self._ledger.new_chunk(conversation, len(conversation.chunks)))
-        if len(conversation.chunks) > len(conversation.page_ids):
-            grown = np.zeros(2 * len(conversation.chunks), np.int32)
+        if len(chunks) + needed > len(conversation.page_ids):
+            grown = np.zeros(2 * (len(chunks) + needed), np.int32)
             grown[: len(conversation.page_ids)] = conversation.page_ids
             conversation.page_ids = grown
-        for chunk in conversation.chunks[-needed:]:
-            assert chunk is not None
-            conversation.page_ids[chunk.index] = _page(chunk)
+        for _ in range(needed):
+            chunk = self._ledger.new_chunk(conversation, len(chunks))
+            conversation.page_ids[len(chunks)] = self._ledger.device_page[chunk]
+            chunks.append(chunk)
         return True
+
+    def capacity(self, conversation_id: str) -> int:
+        """Tokens that a running conversation's pages hold."""
+        return len(self._running(conversation_id).chunks) * self.config.page_tokens
 
     def page_ids(self, conversation_id: str, num_tokens: int) -> np.ndarray:
         """Device pages of a running conversation's first `num_tokens` tokens.
@@ -205,31 +273,71 @@ class CacheManager:
         return self._running(conversation_id).page_ids[: self.config.pages_for(num_tokens)]
 
     def computed(self, conversation_id: str, start: int, end: int) -> None:
-        """Note that a step has computed tokens [start, end) of a running conversation.
+        """Note that steps have computed tokens [start, end) of a running conversation.
 
-        The copy of a chunk that grew is stale from here on and given up.
+        For a range that is computed token by token it is enough to say so before the conversation stops.
         """
-        size = self.config.page_tokens
-        chunks = self._running(conversation_id).chunks
+        size, ledger = self.config.page_tokens, self._ledger
+        conversation = self._running(conversation_id)
         for index in range(start // size, self.config.pages_for(end)):
-            chunk = chunks[index]
-            assert chunk is not None
-            if max(start - index * size, 0) > chunk.filled:
+            chunk = conversation.chunks[index]
+            if max(start - index * size, 0) > ledger.filled[chunk]:
                 raise IntegrityError(f"{conversation_id}: tokens before {start} were never computed")
             filled = min(end - index * size, size)
-            if filled > chunk.filled:
-                chunk.filled = filled
-                self._ledger.give_up_host(chunk)
+            if filled > ledger.filled[chunk]:
+                ledger.fill(chunk, filled)
+                if filled == size and index < len(conversation.keys):
+                    self._prefixes.add(conversation.keys[index], chunk)
 
-    def finish(self, conversation_id: str, now: float) -> None:
-        """A turn has ended. Its KV stays, unless the cache keeps nothing (`keep_finished`)."""
+    def finish(self, conversation_id: str, now: float, token_ids: np.ndarray | None = None) -> None:
+        """A turn has ended. Its KV stays, unless the cache keeps nothing (`keep_finished`).
+
+        Args:
+            conversation_id: a running conversation.
+            now: the time.
+            token_ids: i32[n]: its tokens, so that others can find its chunks; None: they can't.
+        """
         conversation = self._park(conversation_id, now)
+        conversation.had_turn = True
         if not self.config.keep_finished:
             self._cut(conversation, 0)
+        elif token_ids is not None and self.config.share_prefixes:
+            known = len(conversation.keys)
+            self._prefixes.extend(conversation.keys, token_ids, conversation.tenant)
+            for index in range(known, min(len(conversation.keys), len(conversation.chunks))):
+                chunk = conversation.chunks[index]
+                if chunk != NONE and self._ledger.filled[chunk] == self.config.page_tokens:
+                    self._prefixes.add(conversation.keys[index], chunk)
 
     def suspend(self, conversation_id: str, now: float) -> None:
         """A turn is put back into the queue. Its KV stays, and may be evicted."""
         self._park(conversation_id, now)
+
+    # -- hints -----------------------------------------------------------------------------------
+
+    def warm(self, conversation_id: str) -> int:
+        """A conversation's next turn is near: load what the host has into pages that are free.
+
+        Returns:
+            chunks that will be loaded.
+        """
+        conversation = self._conversations.get(conversation_id)
+        if conversation is None or conversation.running:
+            return 0
+        ledger, loaded = self._ledger, 0
+        for chunk in reversed(conversation.chunks):  # what costs most to recompute first
+            if ledger.num_free_device <= self.config.reserve_pages:
+                break
+            if chunk != NONE and not ledger.on_device(chunk) and not ledger.flags[chunk]:
+                self._swap_ins.append(ledger.start_load(chunk))
+                loaded += 1
+        return loaded
+
+    def release(self, conversation_id: str) -> None:
+        """A conversation will hardly come back: its chunks may go at once. Nothing happens if it runs."""
+        conversation = self._conversations.get(conversation_id)
+        if conversation is not None and not conversation.running:
+            self._cut(conversation, 0)
 
     # -- copies ----------------------------------------------------------------------------------
 
@@ -238,14 +346,13 @@ class CacheManager:
         target = int(self.config.swap_out_below * self.config.device_pages)
         short = target - self._ledger.num_free_device - self._ledger.num_reclaimable
         short = min(short, self.config.max_swap_outs_per_step)
-        if short <= 0 or not self.config.host_pages:
+        if not self.config.host_pages:
             return
-        victims = self._victims(now, _device_only)
-        host_victims = self._host_victims(now)
-        while short > 0 and (found := victims.peek()):
-            value, chunk = found
-            if not self._copy_out(chunk, value, host_victims):
+        while short > 0 and (found := self._ahead_order.peek(now)):
+            worth, chunk = found
+            if not self._copy_out(chunk, worth, now, ahead=True):
                 return
+            self._ahead_order.skip()
             short -= 1
 
     def take_swap_outs(self) -> tuple[PageCopy, ...]:
@@ -253,34 +360,51 @@ class CacheManager:
         copies, self._swap_outs = tuple(self._swap_outs), []
         return copies
 
+    def take_swap_ins(self) -> tuple[PageCopy, ...]:
+        """The copies to the device that hints have caused since the last call, for the next step's plan."""
+        copies, self._swap_ins = tuple(self._swap_ins), []
+        return copies
+
     def swap_outs_ended(self, copies: Iterable[PageCopy], *, ok: bool) -> None:
         """Note that copies to the host have ended. A failed one leaves its chunk without a host page."""
+        changed: dict[int, CachedConversation] = {}
         for copy in copies:
             chunk = self._ledger.end_copy_out(copy)
             if chunk is None:
                 continue
+            owner = self._ledger.owner(chunk)
+            changed[id(owner)] = owner
             if ok:
                 self._counters.chunks_swapped_out += 1
             else:
                 self._counters.failed_swap_outs += 1
                 self._ledger.give_up_host(chunk)
-                if chunk.device_page is None:
+                if not self._ledger.on_device(chunk):
                     self._ledger.remove(chunk)
+        for conversation in changed.values():
+            if not conversation.running:
+                (self._host_order if ok else self._ahead_order).enter(conversation)
 
     def swap_ins_ended(self, copies: Iterable[PageCopy], *, ok: bool) -> None:
         """Note that copies to the device have ended. A failed one leaves its chunk in no tier.
 
-        After a failure the conversations of those chunks have to be suspended: they lack KV.
+        After a failure the running conversations of those chunks have to be suspended: they lack KV.
         """
         for copy in copies:
             chunk = self._ledger.end_load(copy)
+            owner = self._ledger.owner(chunk)
             if ok:
                 self._counters.chunks_swapped_in += 1
+                if self._ledger.pins[chunk]:
+                    self._note_spare_copy(chunk)
             else:
                 self._counters.failed_swap_ins += 1
-                self._counters.tokens_from_host -= chunk.filled
                 self._ledger.give_up_host(chunk)
-                chunk.filled = 0
+                self._ledger.fill(chunk, 0)
+                if not self._ledger.pins[chunk]:
+                    self._ledger.remove(chunk)
+            if not owner.running:
+                self._enter(owner)
 
     # -- what others may look at -----------------------------------------------------------------
 
@@ -288,6 +412,11 @@ class CacheManager:
     def num_available(self) -> int:
         """Device pages that are free or can be had by evicting."""
         return self._ledger.num_free_device + self._ledger.num_evictable
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in some tier."""
+        return self._ledger.num_chunks
 
     @property
     def counters(self) -> CacheCounters:
@@ -304,7 +433,6 @@ class CacheManager:
         Raises:
             IntegrityError: says what doesn't hold.
         """
-
         for key, conversation in self._conversations.items():
             if key != conversation.id:
                 raise IntegrityError(f"conversation {conversation.id} is filed under {key}")
@@ -324,109 +452,159 @@ class CacheManager:
             raise IntegrityError(f"conversation {conversation_id} is not running")
         return conversation
 
+    def _enter(self, conversation: CachedConversation) -> None:
+        for order in self._orders:
+            order.enter(conversation)
+
+    def _adopt(
+        self, conversation: CachedConversation, token_ids: np.ndarray | None, num_tokens: int
+    ) -> frozenset[int]:
+        """Take up chunks that others have and this conversation lacks.
+
+        Returns:
+            the chunks it has from others now.
+        """
+        if token_ids is None or not self.config.share_prefixes:
+            return frozenset()
+        size, chunks, adopted = self.config.page_tokens, conversation.chunks, set()
+        self._prefixes.extend(conversation.keys, token_ids[:num_tokens], conversation.tenant)
+        full = (num_tokens - 1) // size  # the last token is always computed
+        for index, key in enumerate(conversation.keys[:full]):
+            if index < len(chunks) and chunks[index] != NONE:
+                continue
+            chunk = self._prefixes.find(key)
+            if chunk is not None:
+                chunks.extend([NONE] * (index + 1 - len(chunks)))
+                chunks[index] = chunk
+                self._ledger.share(chunk, conversation)
+                adopted.add(chunk)
+        return frozenset(adopted)
+
     def _park(self, conversation_id: str, now: float) -> CachedConversation:
         conversation = self._running(conversation_id)
         conversation.running = False
         conversation.last_active = now
         for chunk in conversation.chunks:
-            assert chunk is not None
-            self._ledger.unpin(chunk)
+            self._ledger.unpin(chunk, conversation)
         self._strip(conversation)
+        self._enter(conversation)
         return conversation
 
     def _cut(self, conversation: CachedConversation, num_tokens: int) -> None:
         """Shorten an idle conversation's chunks to `num_tokens` tokens."""
-        size = self.config.page_tokens
-        for chunk in conversation.chunks[self.config.pages_for(num_tokens) :]:
-            if chunk is not None:
-                self._ledger.detach(chunk, conversation)
-        del conversation.chunks[self.config.pages_for(num_tokens) :]
-        last = conversation.chunks[-1] if conversation.chunks else None
-        if last is not None and last.index * size + last.filled > num_tokens:
-            if len(last.sharers) > 1:
-                self._ledger.detach(last, conversation)
-            else:
-                last.filled = num_tokens - last.index * size
+        size, chunks = self.config.page_tokens, conversation.chunks
+        pages = self.config.pages_for(num_tokens)
+        before = len(chunks)
+        for chunk in chunks[pages:]:
+            if chunk != NONE:
+                self._detach(chunk, conversation)
+        del chunks[pages:]
+        del conversation.keys[num_tokens // size :]
+        last = chunks[-1] if chunks else NONE
+        if last != NONE:
+            keep = num_tokens - (len(chunks) - 1) * size
+            if self._ledger.filled[last] > keep:
+                if self._ledger.shared(last):
+                    self._detach(last, conversation)
+                else:
+                    self._ledger.fill(last, keep)
         self._strip(conversation)
+        if len(chunks) != before:
+            self._enter(conversation)
+
+    def _detach(self, chunk: int, conversation: CachedConversation) -> None:
+        heir = self._ledger.detach(chunk, conversation)
+        if heir is not None and not heir.running:
+            self._enter(heir)
 
     @staticmethod
     def _strip(conversation: CachedConversation) -> None:
-        while conversation.chunks and conversation.chunks[-1] is None:
+        while conversation.chunks and conversation.chunks[-1] == NONE:
             conversation.chunks.pop()
 
     # -- eviction --------------------------------------------------------------------------------
 
-    def _victims(self, now: float, wanted: Callable[[Chunk], bool]) -> Victims:
-        return Victims(
-            self._conversations.values(),
-            self.policy,
-            wanted=wanted,
-            page_tokens=self.config.page_tokens,
-            now=now,
-        )
-
-    def _host_victims(self, now: float) -> Victims:
-        return self._victims(now, _in_host)
-
     def _make_room(self, pages: int, now: float) -> None:
         """Evict until `pages` device pages are free: the shortfall, lowest value first. The caller has
         made sure that enough can be evicted."""
-        if pages <= self._ledger.num_free_device:
-            return
-        victims = self._victims(now, _evictable)
-        host_victims = self._host_victims(now)
-        while self._ledger.num_free_device < pages:
-            found = victims.peek()
+        ledger, order = self._ledger, self._device_order
+        while ledger.num_free_device < pages:
+            found = order.peek(now)
             assert found is not None, "enough is evictable"
-            value, chunk = found
-            if chunk.host_page is not None:
-                self._counters.pages_reclaimed += 1
-                self._ledger.give_up_device(chunk)
-            elif self._copy_out(chunk, value, host_victims):
-                self._ledger.give_up_device(chunk)
-            else:
-                self._drop(chunk)
+            worth, chunk = found
+            owner = ledger.owner(chunk)
+            self._evict(chunk, worth, now)
+            order.skip()
+            if self.policy.whole:
+                for other in list(owner.chunks):
+                    if other != NONE and ledger.evictable(other):
+                        self._evict(other, worth, now)
 
-    def _copy_out(self, chunk: Chunk, value: float, host_victims: Victims) -> bool:
+    def _evict(self, chunk: int, worth: float, now: float) -> None:
+        """Take the device page of a chunk that nobody uses."""
+        if self._ledger.in_host(chunk):
+            self._counters.pages_reclaimed += 1
+            self._ledger.give_up_device(chunk)
+        elif not self._cheaper_to_recompute(chunk) and self._copy_out(chunk, worth, now, ahead=False):
+            self._ledger.give_up_device(chunk)
+        else:
+            self._drop(chunk)
+
+    def _cheaper_to_recompute(self, chunk: int) -> bool:
+        if self.config.load_s_per_page is None or self._cost is None:
+            return False
+        context = (self._ledger.index[chunk] + 1) * self.config.page_tokens
+        return self._cost(context) < self.config.load_s_per_page
+
+    def _copy_out(self, chunk: int, worth: float, now: float, *, ahead: bool) -> bool:
         """Plan the copy of a chunk to the host, in place of chunks that are worth less.
+
+        Args:
+            chunk: on the device, not in the host.
+            worth: its value now.
+            now: the time.
+            ahead: its device page is not needed yet.
 
         Returns:
             False if the host has no page for it: everything there is worth more.
         """
         while (copy := self._ledger.start_copy_out(chunk)) is None:
-            found = host_victims.peek()
-            if found is None:
+            if self._give_up_spare_copy():
+                continue
+            found = self._host_order.peek(now)
+            if found is None or found[0] >= worth:
                 return False
-            worth, victim = found
-            if worth >= value:
-                return False
-            host_victims.skip()
-            if victim.device_page is None:
+            victim = found[1]
+            if not self._ledger.on_device(victim):
                 self._drop(victim)
+            elif ahead:
+                return False  # it would only take the reclaimable page of another chunk
             else:
                 self._ledger.give_up_host(victim)
+                self._ahead_order.enter(self._ledger.owner(victim))
+            self._host_order.skip()
         self._swap_outs.append(copy)
         return True
 
-    def _drop(self, chunk: Chunk) -> None:
+    def _note_spare_copy(self, chunk: int) -> None:
+        """A running conversation has a chunk on the device and in the host."""
+        self._spare_copies.append(chunk)
+        if len(self._spare_copies) > 2 * self.config.host_pages + 64:
+            self._spare_copies = deque({c for c in self._spare_copies if self._spare_copy(c)})
+
+    def _spare_copy(self, chunk: int) -> bool:
+        ledger = self._ledger
+        return bool(ledger.pins[chunk]) and ledger.on_device(chunk) and ledger.host_page_is_free_to_go(chunk)
+
+    def _give_up_spare_copy(self) -> bool:
+        """Free the host page of a chunk that is in use on the device: a copy that nobody misses."""
+        while self._spare_copies:
+            chunk = self._spare_copies.popleft()
+            if self._spare_copy(chunk):
+                self._ledger.give_up_host(chunk)
+                return True
+        return False
+
+    def _drop(self, chunk: int) -> None:
         self._counters.chunks_dropped += 1
         self._ledger.remove(chunk)
-
-
-def _page(chunk: Chunk | None) -> int:
-    assert chunk is not None and chunk.device_page is not None
-    return chunk.device_page
-
-
-def _evictable(chunk: Chunk) -> bool:
-    return chunk.evictable
-
-
-def _device_only(chunk: Chunk) -> bool:
-    return chunk.evictable and chunk.host_page is None
-
-
-def _in_host(chunk: Chunk) -> bool:
-    """The host page may be given up. A running conversation may be about to load what it has only there."""
-    free = chunk.host_page is not None and not chunk.arriving and not chunk.loading
-    return free and (chunk.pins == 0 or chunk.device_page is not None)

@@ -1,10 +1,10 @@
 """What the cache manager answers: values that say which pages move and which tokens must be computed."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """One page to copy between the tiers, for all layers. Only page ids cross to the transfer code."""
 
     device_page: int
@@ -26,3 +26,11 @@ class CachePlan:
     """Cached tokens that `swap_ins` loads."""
     tokens_recomputed: int
     """Tokens of the history that are in no tier, hence in `missing`."""
+    tokens_new: int
+    """Tokens that were never computed before, in `missing` too."""
+    gaps: int
+    """Runs of recomputed tokens of at most one chunk."""
+    long_gaps: int
+    """Runs of recomputed tokens of more than one chunk."""
+    tokens_shared: int
+    """Cached tokens, from either tier, that another conversation has computed."""

@@ -1,60 +1,165 @@
 """Who leaves first. A policy values a chunk; the manager evicts ascending value.
 
-Within a conversation chunks leave from one end, so a policy is two things: which end, and the value
-of a chunk given its context length and how long its conversation has been idle.
+The value of a chunk is weight / (now - origin): what it costs to do without it, over the time that its
+conversation has been, or is expected to stay, away. The weight depends on where the chunk stands in its
+conversation, the origin on the conversation alone. So the order among chunks of one weight never changes
+with time, and the next to leave is found without looking at all of them.
+
+Within a conversation chunks leave from one end. A policy of your own is a class with these few members;
+see `docs/policies.md`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from host_cache.conversation import CachedConversation
+
 MIN_IDLE_S = 1e-6
 """Idle times are taken to be at least this, so that a value is finite."""
 
 
 class EvictionPolicy(Protocol):
-    """The interface of a policy. In the order in which a conversation's chunks leave, values never fall."""
+    """The interface of a policy. In the order in which a conversation's chunks leave, weights never fall."""
 
     name: ClassVar[str]
     """Short name, as in a configuration."""
     leading_first: ClassVar[bool]
     """Whether a conversation's leading chunks leave first; False: its last ones."""
+    whole: ClassVar[bool]
+    """Whether a conversation that loses one chunk loses all."""
+    sums_sharers: ClassVar[bool]
+    """Whether a chunk of several conversations is worth the sum of what it is worth to each; False: what it
+    is worth to the one that was active last."""
 
-    def value(self, *, context_tokens: int, idle_s: float) -> float:
-        """What it is worth to keep a chunk.
+    def weight(self, context_tokens: int, conversation: CachedConversation) -> float:
+        """What it costs to do without a chunk.
 
         Args:
             context_tokens: context length at the chunk's end.
-            idle_s: time since the chunk's conversation was last active, in seconds.
+            conversation: one that has it.
 
         Returns:
-            the value; chunks leave in ascending order of it.
+            a positive number. Few different ones over all chunks keep the order fast.
         """
         ...
 
+    def origin(self, conversation: CachedConversation) -> float:
+        """The moment from which a conversation's absence counts, in the caller's seconds."""
+        ...
+
+
+def value(weight: float, origin: float, now: float) -> float:
+    """What a chunk is worth at a moment."""
+    return weight / max(now - origin, MIN_IDLE_S)
+
+
+class _FromLastActivity:
+    """Absence counts from the end of the last turn."""
+
+    leading_first: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    sums_sharers: ClassVar[bool] = False
+
+    def origin(self, conversation: CachedConversation) -> float:
+        """When the conversation was last active."""
+        return conversation.last_active
+
 
 @dataclass(frozen=True, slots=True)
-class RetentionValue:
+class RetentionValue(_FromLastActivity):
     """V = Cost(l) / T: idle conversations first, and of each the leading chunks, the cheapest to recompute
     (paper, section 4.3.1)."""
 
     cost: Callable[[int], float]
     """Seconds to recompute a chunk at a context length in tokens."""
     name: ClassVar[str] = "retention-value"
-    leading_first: ClassVar[bool] = True
 
-    def value(self, *, context_tokens: int, idle_s: float) -> float:
-        """Cost(context_tokens) / idle time."""
-        return self.cost(context_tokens) / max(idle_s, MIN_IDLE_S)
+    def weight(self, context_tokens: int, conversation: CachedConversation) -> float:
+        """Cost(l), times the conversation's priority."""
+        return self.cost(context_tokens) * conversation.priority
 
 
 @dataclass(frozen=True, slots=True)
-class Lru:
+class ShareAware(RetentionValue):
+    """As `RetentionValue`, but a chunk that several conversations share is worth the sum over them."""
+
+    name: ClassVar[str] = "share-aware"
+    sums_sharers: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkTime(RetentionValue):
+    """As `RetentionValue`, with the expected time to the next turn in place of the idle time.
+
+    Pauses of a conversation are taken to be exponential with a rate of its own, the rates to be drawn from
+    a gamma distribution of shape 2. After n pauses of length S in all and an idle time t, the expected rest
+    is (S + t + prior) / (n + 1): conversations with short pauses are expected back soon.
+    """
+
+    prior_s: float = 60.0
+    """Mean pause of a conversation that nothing is known of."""
+    name: ClassVar[str] = "think-time"
+    most_gaps: ClassVar[int] = 8
+    """Pauses beyond this many change the estimate no more; bounds the number of weights."""
+
+    def weight(self, context_tokens: int, conversation: CachedConversation) -> float:
+        """Cost(l) times the factor of the expected rest."""
+        gaps = min(conversation.num_gaps, self.most_gaps)
+        return self.cost(context_tokens) * conversation.priority * (gaps + 1)
+
+    def origin(self, conversation: CachedConversation) -> float:
+        """The end of the last turn, less what is known of its pauses."""
+        known = conversation.sum_gaps_s
+        if conversation.num_gaps > self.most_gaps:
+            known *= self.most_gaps / conversation.num_gaps
+        return conversation.last_active - known - self.prior_s
+
+
+@dataclass(frozen=True, slots=True)
+class Lru(_FromLastActivity):
     """The conversation that has been idle longest first, leading chunks first (paper, figure 14)."""
 
     name: ClassVar[str] = "lru"
-    leading_first: ClassVar[bool] = True
 
-    def value(self, *, context_tokens: int, idle_s: float) -> float:
-        """Falls with idle time, whatever the chunk."""
-        return -idle_s
+    def weight(self, context_tokens: int, conversation: CachedConversation) -> float:
+        """The same for every chunk."""
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TailFirstLru(Lru):
+    """The conversation that has been idle longest first, last chunks first: what prefix trees do."""
+
+    name: ClassVar[str] = "tail-first-lru"
+    leading_first: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class WholeConversationLru(Lru):
+    """The conversation that has been idle longest leaves as a whole."""
+
+    name: ClassVar[str] = "whole-conversation-lru"
+    whole: ClassVar[bool] = True
+
+
+POLICIES: dict[str, Callable[[Callable[[int], float]], EvictionPolicy]] = {
+    RetentionValue.name: RetentionValue,
+    ShareAware.name: ShareAware,
+    ThinkTime.name: ThinkTime,
+    Lru.name: lambda cost: Lru(),
+    TailFirstLru.name: lambda cost: TailFirstLru(),
+    WholeConversationLru.name: lambda cost: WholeConversationLru(),
+}
+"""Name -> how to make the policy from the cost of recomputing a chunk at a context length."""
+
+
+def make_policy(name: str, cost: Callable[[int], float]) -> EvictionPolicy:
+    """The policy of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"policy: got {name!r}, expected one of {', '.join(POLICIES)}")
+    return POLICIES[name](cost)

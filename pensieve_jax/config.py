@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from host_cache.config import CHUNK_TOKENS, RUNNING_RESERVE, SWAP_OUT_BELOW
+from host_cache.policies import POLICIES, RetentionValue
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
 
@@ -24,8 +25,10 @@ class TierConfig:
     CPU, as many as fit half of the free memory on a GPU machine."""
     page_tokens: int = CHUNK_TOKENS
     """Tokens of a page, hence of a chunk."""
-    policy: Literal["retention-value", "lru"] = "retention-value"
-    """Who leaves first."""
+    policy: str = RetentionValue.name
+    """Who leaves first: a name of `host_cache.policies.POLICIES`."""
+    share_prefixes: bool = True
+    """Let conversations that begin alike share their KV."""
     swap_out_below: float = SWAP_OUT_BELOW
     """Copy chunks to the host ahead of time under this share of free device pages."""
     running_reserve: float = RUNNING_RESERVE
@@ -40,8 +43,7 @@ class TierConfig:
             value = getattr(self, name)
             _check(value is None or _at_least(value, least), name, value, f"None or an integer >= {least}")
         _check(_at_least(self.page_tokens, 1), "page_tokens", self.page_tokens, "an integer >= 1")
-        policies = ("retention-value", "lru")
-        _check(self.policy in policies, "policy", self.policy, " or ".join(map(repr, policies)))
+        _check(self.policy in POLICIES, "policy", self.policy, " or ".join(map(repr, POLICIES)))
         _check(0 <= self.swap_out_below <= 1, "swap_out_below", self.swap_out_below, "a share in [0, 1]")
         _check(0 <= self.running_reserve < 1, "running_reserve", self.running_reserve, "a share in [0, 1)")
 

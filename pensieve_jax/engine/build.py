@@ -12,9 +12,9 @@ import psutil
 from flax import nnx
 
 from host_cache.config import CacheConfig
-from host_cache.cost_model import analytic_cost
+from host_cache.cost_model import RecomputeCost, analytic_cost
 from host_cache.errors import TransferError
-from host_cache.policies import EvictionPolicy, Lru, RetentionValue
+from host_cache.policies import EvictionPolicy, make_policy
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.engine.inputs import InputEncoder
@@ -110,28 +110,25 @@ def build_parts(
     logger.info("device tier: %d pages, host tier: %d", cache_config.device_pages, cache_config.host_pages)
     return EngineParts(
         cache_config=cache_config,
-        policy=make_policy(config.tiers, model),
+        policy=make_policy(config.tiers.policy, recompute_cost(model, cache_config.page_tokens)),
         encoder=InputEncoder(tokenizer, spec.vocab_size),
         worker=worker,
     )
 
 
-def make_policy(tiers: TierConfig, model: ServableModel) -> EvictionPolicy:
-    """The policy that the configuration names."""
-    if tiers.policy == "lru":
-        return Lru()
+def recompute_cost(model: ServableModel, page_tokens: int) -> RecomputeCost:
+    """What recomputing a chunk costs, estimated from the model's dimensions."""
     spec = model.spec
     layers = jax.tree.leaves(nnx.state(model.layers))
-    cost = analytic_cost(
+    return analytic_cost(
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
         head_dim=spec.head_dim,
         num_parameters=sum(leaf.size for leaf in layers),
-        chunk_tokens=tiers.page_tokens,
+        chunk_tokens=page_tokens,
         max_context_tokens=spec.max_context_tokens,
         flops_per_s=NOMINAL_FLOPS_PER_S,
     )
-    return RetentionValue(cost)
 
 
 def tier_sizes(spec: ModelSpec, tiers: TierConfig, device: Any, num_shards: int) -> CacheConfig:
@@ -170,6 +167,8 @@ def tier_sizes(spec: ModelSpec, tiers: TierConfig, device: Any, num_shards: int)
             page_tokens=tiers.page_tokens,
             swap_out_below=tiers.swap_out_below,
             running_reserve=tiers.running_reserve,
+            share_prefixes=tiers.share_prefixes,
+            identity=f"{spec.name} {np.dtype(spec.dtype).name}".encode(),
             keep_finished=tiers.keep_state,
         )
     except ValueError as error:

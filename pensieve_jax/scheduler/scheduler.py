@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from host_cache.manager import CacheManager
-from host_cache.plan import PageCopy
+from host_cache.plan import CachePlan, PageCopy
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.plans import Row, StepPlan, StepResult
 from pensieve_jax.scheduler.queue import WaitingQueue
@@ -45,7 +45,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: dict[int, Request] = {}
         """By id, hence in the order of arrival when sorted."""
-        self._admitted: list[Request] = []
+        self._admitted: list[tuple[Request, CachePlan]] = []
         """Admitted in the step that is under way."""
         self.num_suspensions = 0
         """Since the start."""
@@ -75,7 +75,8 @@ class Scheduler:
         """End a request between steps, whether it waits or runs. The KV it has computed stays."""
         if request.running:
             self._stop_running(request)
-            self.cache.finish(request.conversation_id, now)
+            tokens = request.tokens[: request.num_tokens]
+            self.cache.finish(request.conversation_id, now, tokens)
         else:
             self._waiting.remove(request)
 
@@ -103,7 +104,7 @@ class Scheduler:
         for request in sorted(self._running.values(), key=lambda r: (not r.decoding, r.id)):
             add(request)
         self._admitted = []
-        swap_ins: list[PageCopy] = []
+        swap_ins = list(self.cache.take_swap_ins())
         while tokens < self.config.step_tokens and len(rows) < self.config.max_rows:
             admission = self._admit_first(now)
             if admission is None:
@@ -130,14 +131,15 @@ class Scheduler:
         self.cache.swap_ins_ended((copy for copy in plan.swap_ins if copy not in failed), ok=True)
         self.cache.swap_ins_ended(failed, ok=False)
         if failed:
-            for request in self._admitted:
+            for request, _ in self._admitted:
                 if not request.num_computed:
                     request.counts = None
                 self._suspend(request, now)
             return ()
-        if result.swap_in_wait_s:
-            for request in self._admitted:
-                request.swap_in_wait_s += result.swap_in_wait_s
+        for request, cache_plan in self._admitted:
+            self.cache.admitted(cache_plan)
+            request.swap_in_wait_s += result.swap_in_wait_s
+        self._admitted = []
         for row in plan.rows:
             request = self._running[row.request_id]
             self.cache.computed(request.conversation_id, row.start, row.kv_len)
@@ -178,12 +180,13 @@ class Scheduler:
             history_tokens=max(request.num_history_tokens, request.num_computed),
             now=now,
             reserve_pages=self.cache.config.reserve_pages if self._running else 0,
+            token_ids=request.tokens[: request.num_tokens],
         )
         if plan is None:
             return None
         self._waiting.remove(request)
         self._running[request.id] = request
-        self._admitted.append(request)
+        self._admitted.append((request, plan))
         request.running = True
         request.pending.clear()
         request.pending.extend(plan.missing)

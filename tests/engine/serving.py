@@ -21,7 +21,12 @@ def tiny_model(seed=0):
 def config(*, device_pages=12, host_pages=12, step_tokens=64, max_rows=4, swap_out_below=0.25, **rest):
     rest = {"background": False, "paranoid": True, **rest}
     return EngineConfig(
-        tiers=TierConfig(device_pages=device_pages, host_pages=host_pages, swap_out_below=swap_out_below),
+        tiers=TierConfig(
+            device_pages=device_pages,
+            host_pages=host_pages,
+            swap_out_below=swap_out_below,
+            share_prefixes=False,  # so that a turn's counts depend on its own conversation alone
+        ),
         scheduler=SchedulerConfig(step_tokens=step_tokens, max_rows=max_rows),
         **rest,
     )

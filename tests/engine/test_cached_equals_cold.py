@@ -59,6 +59,8 @@ class Driver:
         new = min(rng.choice([1, 2, 31, 32, 33, 64, rng.randint(1, 300)]), room - 2)
         output = rng.randint(1, min(60, room - new))
         given_ids = [rng.randrange(VOCAB) for _ in range(new)]
+        if not self.log[conversation] and rng.random() < 0.5:  # many conversations begin alike
+            given_ids = [7 * i % VOCAB for i in range(min(70, new - 1))] + given_ids[-1:]
         turn = self.engine.submit(conversation, given_ids, SamplingParams(max_tokens=output))
         self.pending[turn] = given_ids
 
@@ -167,7 +169,7 @@ def test_drawn_operations(drivers, pool, seed, length):
     driver.clear()
 
 
-@pytest.mark.parametrize("policy", ["retention-value", "lru"])
+@pytest.mark.parametrize("policy", ["retention-value", "lru", "share-aware"])
 def test_every_path_was_taken(model, policy):
     """A long run under pressure, and the proof that it met what it is meant to test."""
     driver = Driver(model, "tight-host", policy)
@@ -175,6 +177,7 @@ def test_every_path_was_taken(model, policy):
     counters = driver.engine.counters
     assert counters.tokens_from_device > 0
     assert counters.tokens_from_host > 0
+    assert counters.tokens_shared > 0
     assert counters.gaps > 0
     assert counters.long_gaps > 0
     assert counters.chunks_swapped_in > 0

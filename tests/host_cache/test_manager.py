@@ -3,12 +3,13 @@
 import pytest
 
 from host_cache.config import CacheConfig
+from host_cache.conversation import CachedConversation
 from host_cache.cost_model import RecomputeCost, analytic_cost
 from host_cache.errors import IntegrityError
 from host_cache.manager import CacheManager
 from host_cache.page_pool import PagePool
 from host_cache.plan import PageCopy
-from host_cache.policies import Lru, RetentionValue
+from host_cache.policies import Lru, RetentionValue, value
 
 COST = RecomputeCost(context_tokens=(0, 1000), attention_s=(0.0, 1.0), other_s=0.1, source="made up")
 
@@ -35,6 +36,7 @@ class Cache:
     def compute(self, conversation, plan):
         """A step: loads end, then the missing ranges are computed."""
         self.manager.swap_ins_ended(plan.swap_ins, ok=True)
+        self.manager.admitted(plan)
         for start, end in plan.missing:
             self.manager.computed(conversation, start, end)
         self.check()
@@ -294,9 +296,11 @@ def test_retention_value_orders_by_cost_over_idle_time():
     assert COST(0) == pytest.approx(0.1)
     assert COST(500) == pytest.approx(0.6)
     assert COST(2000) == pytest.approx(2.1)  # beyond the profile the last slope goes on
-    assert policy.value(context_tokens=500, idle_s=2.0) == pytest.approx(0.3)
-    assert policy.value(context_tokens=500, idle_s=0.0) > 0
-    assert policy.value(context_tokens=32, idle_s=9) < policy.value(context_tokens=64, idle_s=9)
+    conversation = CachedConversation("a", "", 10.0)
+    weight, origin = policy.weight(500, conversation), policy.origin(conversation)
+    assert value(weight, origin, 12.0) == pytest.approx(0.3)
+    assert value(weight, origin, 10.0) > 0
+    assert policy.weight(32, conversation) < policy.weight(64, conversation)
     estimate = analytic_cost(
         num_layers=2,
         num_heads=4,

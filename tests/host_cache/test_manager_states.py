@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -9,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from host_cache.config import CacheConfig
 from host_cache.cost_model import RecomputeCost
-from host_cache.ledger import Ledger
-from host_cache.manager import CacheCounters, CacheManager
-from host_cache.policies import Lru, RetentionValue
+from host_cache.counters import CacheCounters
+from host_cache.ledger import NONE, Ledger
+from host_cache.manager import CacheManager
+from host_cache.policies import make_policy, value
 
 SIZE = 4
 COST = RecomputeCost(context_tokens=(0, 1000), attention_s=(0.0, 1.0), other_s=0.1, source="made up")
@@ -28,27 +30,25 @@ class ManagerMachine(RuleBasedStateMachine):
     as a slot that holds another token than the one attended to.
     """
 
-    device_pages, host_pages, policy, keep = 9, 5, "lru", True
+    device_pages, host_pages, policy, load_s_per_page = 9, 5, "lru", None
 
     def __init__(self):
         super().__init__()
-        policy = Lru() if self.policy == "lru" else RetentionValue(COST)
-        self.manager = CacheManager(
-            CacheConfig(
-                device_pages=self.device_pages,
-                host_pages=self.host_pages,
-                page_tokens=SIZE,
-                max_swap_outs_per_step=3,
-            ),
-            policy,
+        config = CacheConfig(
+            device_pages=self.device_pages,
+            host_pages=self.host_pages,
+            page_tokens=SIZE,
+            max_swap_outs_per_step=3,
+            load_s_per_page=self.load_s_per_page,
         )
+        self.manager = CacheManager(config, make_policy(self.policy, COST), COST)
         self.now = 0.0
         self.tokens = {}  # conversation -> token identities of what is logged, in order
         self.running = {}  # conversation -> [identities of all its tokens, list of ranges to compute]
         self.device = {}  # (page, slot) -> identity
         self.host = {}
         self.copying = []  # [(copy, bytes read from the device page)]
-        self.fresh = iter(range(10**9))
+        self.fresh = iter(range(1000, 10**9))
 
     def tick(self):
         self.now += 1.0
@@ -56,6 +56,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def step(self, swap_ins=(), failed=False):
         """What a worker does: swap-outs read first, then loads are written."""
+        swap_ins = (*self.manager.take_swap_ins(), *swap_ins)
         for copy in self.manager.take_swap_outs():
             held = [self.device.get((copy.device_page, slot)) for slot in range(SIZE)]
             self.copying.append((copy, held))
@@ -72,7 +73,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def idle(self):
         return [c for c in self.tokens if c not in self.running]
 
-    def start(self, new, count, fail, data):
+    def start(self, new, count, fail, prompt, data):
         """Admit a turn; returns its conversation if it runs now."""
         if (new and len(self.tokens) < 6) or not self.idle:
             name = f"c{next(self.fresh)}"
@@ -80,7 +81,10 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.open(name, self.tick())
         else:
             name = self.choose(data, self.idle)
+        self.manager.touch(name, self.tick())
         identities = self.tokens[name] + [next(self.fresh) for _ in range(count)]
+        if not self.tokens[name] and prompt:  # one of two common beginnings
+            identities = [prompt * 100 + i for i in range(3 * SIZE - 1)] + identities
         if -(-len(identities) // SIZE) > self.device_pages:
             return None
         plan = self.manager.admit(
@@ -89,6 +93,7 @@ class ManagerMachine(RuleBasedStateMachine):
             history_tokens=max(0, len(self.tokens[name]) - 1),
             now=self.tick(),
             reserve_pages=self.manager.config.reserve_pages if self.running else 0,
+            token_ids=np.array(identities),
         )
         if plan is None:
             alone = not self.running and not self.copying
@@ -102,7 +107,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.step(plan.swap_ins, failed)
         if failed:
             self.manager.suspend(name, self.tick())
+            self.manager.truncate(name, len(self.tokens[name]))
             return None
+        self.manager.admitted(plan)
         self.running[name] = [identities, list(plan.missing)]
         return name
 
@@ -110,22 +117,23 @@ class ManagerMachine(RuleBasedStateMachine):
         "new": st.integers(0, 3).map(lambda n: n == 0),
         "count": st.integers(1, 14),
         "fail": st.integers(0, 3),
+        "prompt": st.integers(0, 2),
         "data": st.data(),
     }
 
     @rule(**admission)
-    def admit(self, new, count, fail, data):
-        self.start(new, count, fail, data)
+    def admit(self, **drawn):
+        self.start(**drawn)
 
     @rule(**admission)
-    def whole_turn(self, new, count, fail, data):
-        name = self.start(new, count, fail, data)
+    def whole_turn(self, **drawn):
+        name = self.start(**drawn)
         if name is not None:
             self.end(name)
 
     @rule(**admission)
-    def another_whole_turn(self, new, count, fail, data):
-        self.whole_turn(new, count, fail, data)
+    def another_whole_turn(self, **drawn):
+        self.whole_turn(**drawn)
 
     @precondition(lambda self: self.running)
     @rule(budget=st.integers(1, 9), data=st.data())
@@ -151,7 +159,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def end(self, name):
         self.progress(name, 10**9)
         self.tokens[name] = self.running.pop(name)[0]
-        self.manager.finish(name, self.tick())
+        self.manager.finish(name, self.tick(), np.array(self.tokens[name]))
 
     def attend(self, name, count):
         identities = self.running[name][0]
@@ -211,6 +219,18 @@ class ManagerMachine(RuleBasedStateMachine):
             del self.tokens[name]
             self.manager.forget(name)
 
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data(), hint=st.sampled_from(["warm", "release", "priority"]), priority=st.floats(0.1, 10))
+    def hint(self, data, hint, priority):
+        name = self.choose(data, self.idle)
+        if hint == "warm":
+            self.manager.warm(name)
+            self.step()
+        elif hint == "release":
+            self.manager.release(name)
+        else:
+            self.manager.set_priority(name, priority, self.tick())
+
     @rule()
     def plan_ahead(self):
         self.manager.plan_ahead(self.tick())
@@ -242,6 +262,29 @@ class ManagerMachine(RuleBasedStateMachine):
     def books_add_up(self):
         self.manager.check_integrity()
 
+    @invariant()
+    def the_next_to_leave_is_the_least_valuable(self):
+        """The order kept up to date gives what looking at every chunk gives."""
+        manager, now = self.manager, self.tick()
+        ledger, policy = manager._ledger, manager.policy
+        for order, can_leave in zip(
+            manager._orders, (order._wanted for order in manager._orders), strict=True
+        ):
+            worth = []
+            for conversation in manager._conversations.values():
+                for chunk in conversation.chunks:
+                    if chunk == NONE or not can_leave(chunk) or ledger.owner(chunk) is not conversation:
+                        continue
+                    counted = ledger.sharers(chunk) if policy.sums_sharers else [conversation]
+                    context = (ledger.index[chunk] + 1) * SIZE
+                    worth.append(
+                        sum(value(policy.weight(context, c), policy.origin(c), now) for c in counted)
+                    )
+            found = order.peek(now)
+            assert (found is None) == (not worth)
+            assert found is None or found[0] == pytest.approx(min(worth))
+            assert found is None or can_leave(found[1])
+
 
 def variant(name, **attributes):
     machine = type(name, (ManagerMachine,), attributes)
@@ -252,6 +295,11 @@ def variant(name, **attributes):
 
 TestLru = variant("LruMachine")
 TestRetentionValue = variant("RetentionValueMachine", policy="retention-value")
+TestShareAware = variant("ShareAwareMachine", policy="share-aware")
+TestThinkTime = variant("ThinkTimeMachine", policy="think-time")
+TestTailFirst = variant("TailFirstMachine", policy="tail-first-lru")
+TestWhole = variant("WholeMachine", policy="whole-conversation-lru", device_pages=14)
+TestThreeWay = variant("ThreeWayMachine", policy="retention-value", load_s_per_page=0.11)
 TestNoHost = variant("NoHostMachine", host_pages=0)
 TestLargeHost = variant("LargeHostMachine", device_pages=6, host_pages=40)
 TestSmallest = variant("SmallestMachine", device_pages=1, host_pages=1)
@@ -270,11 +318,11 @@ def test_the_machine_notices_a_page_reused_too_soon(monkeypatch):
     """The model is worth something: with a planted fault it fails."""
 
     def release_at_once(self, chunk):
-        page = chunk.host_page
-        if page is not None and chunk.arriving:
+        page = self.host_page[chunk]
+        if page != NONE and self.arriving(chunk):
             self._arriving.pop(page)
             self._host.release(page)
-            chunk.host_page, chunk.arriving = None, False
+            self.host_page[chunk], self.flags[chunk] = NONE, 0
 
     monkeypatch.setattr(Ledger, "give_up_host", release_at_once)
     case = variant("FaultyMachine")

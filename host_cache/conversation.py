@@ -1,0 +1,37 @@
+"""A conversation as the cache sees it. Only `CacheManager` and its ledger change it."""
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(slots=True, eq=False)
+class CachedConversation:
+    """Which chunks a conversation has, and when it was active."""
+
+    id: str
+    tenant: str
+    """Nothing is shared between tenants."""
+    last_active: float
+    """When its last turn arrived or ended, in the caller's seconds."""
+    chunks: array = field(default_factory=lambda: array("i"))
+    """Chunk numbers of the ledger by index; `ledger.NONE` where a chunk is in no tier."""
+    running: bool = False
+    """Its chunks are pinned and all on the device."""
+    page_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """i32[capacity]: device pages by chunk index. Valid for the first len(chunks) while `running`."""
+    keys: list[bytes] = field(default_factory=list)
+    """Keys of its full chunks, as far as they are known (`PrefixIndex`)."""
+    had_turn: bool = False
+    """A turn has ended, so a pause runs."""
+    num_gaps: int = 0
+    """Pauses between its turns that have been seen."""
+    sum_gaps_s: float = 0.0
+    """Their length in all."""
+    priority: float = 1.0
+    """Factor on the worth of its chunks."""
+    expires: float | None = None
+    """When its chunks lose all worth; None: never."""
+    tickets: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """Per order of leaving: marks its valid entry there."""

@@ -1,0 +1,44 @@
+"""What the cache has done since the start."""
+
+from dataclasses import dataclass
+
+from host_cache.plan import CachePlan
+
+
+@dataclass(slots=True, kw_only=True)
+class CacheCounters:
+    """Sums since the start. Each context token of an admission counts once, when its step has ended well."""
+
+    tokens_from_device: int = 0
+    tokens_from_host: int = 0
+    tokens_recomputed: int = 0
+    """History that was in no tier."""
+    tokens_new: int = 0
+    """Tokens that were never computed before."""
+    tokens_shared: int = 0
+    """Of those from a tier, tokens that another conversation had computed."""
+    gaps: int = 0
+    """Runs of recomputed tokens of at most one chunk."""
+    long_gaps: int = 0
+    """Runs of recomputed tokens of more than one chunk."""
+    chunks_swapped_in: int = 0
+    chunks_swapped_out: int = 0
+    chunks_dropped: int = 0
+    """Chunks that left the last tier they were in for want of room, or since they are cheap to recompute."""
+    pages_reclaimed: int = 0
+    """Device pages had without copying, since the host held the chunk already."""
+    failed_swap_ins: int = 0
+    failed_swap_outs: int = 0
+
+    def add_admission(self, plan: CachePlan) -> None:
+        """Count where an admission's context came from."""
+        for name in (
+            "tokens_from_device",
+            "tokens_from_host",
+            "tokens_recomputed",
+            "tokens_new",
+            "tokens_shared",
+            "gaps",
+            "long_gaps",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(plan, name))
