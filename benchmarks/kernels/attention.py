@@ -80,7 +80,9 @@ def random_array(key, shape: tuple[int, ...]):
     return jax.random.normal(key, shape, DTYPE)
 
 
-@functools.partial(jax.jit, static_argnames=("kv_len",))
+@functools.partial(
+    jax.jit, static_argnames=("kv_len",), compiler_options={"xla_gpu_autotune_level": "0"}
+)
 def reference_row(q, kv_pages, pages, *, kv_len: int):
     """Float32 attention of one row: q [n, heads, head_dim] at the end of its kv_len tokens."""
     n, num_heads, head_dim = q.shape

@@ -113,8 +113,8 @@ def plan_schedule(
             batch, so that its output is the same bits in any batch.
 
     Returns:
-        NumPy arrays whose shapes depend on the maxima alone; with `batch_invariant` a batch of many parts
-        doubles them.
+        NumPy arrays whose shapes depend on the maxima alone; with `batch_invariant` a batch of many
+        parts doubles them.
     """
     q, kv = np.asarray(q_lens, np.int64), np.asarray(kv_lens, np.int64)
     group = num_heads // num_kv_heads
@@ -189,7 +189,7 @@ def _table(size: int, **columns: np.ndarray | int) -> np.ndarray:
 def _tiles(q: np.ndarray, kv: np.ndarray, tile: int, max_tokens: int) -> np.ndarray:
     """Rows cut at multiples of `tile` from the aligned token at or before their first, as items of no head.
 
-    The padding tokens come last, as tiles without keys, which give zeros.
+    The padding tokens come last, as tiles before the first of no keys, which give zeros.
     """
     starts = np.append(np.cumsum(q) - q, q.sum())
     q, kv = np.append(q, max_tokens - q.sum()), np.append(kv, 0)
@@ -200,8 +200,8 @@ def _tiles(q: np.ndarray, kv: np.ndarray, tile: int, max_tokens: int) -> np.ndar
     skip = np.maximum(starts[row] - token, 0)
     stop = np.minimum(starts[row] + q[row] - token, tile)
     real = kv[row] > 0
-    position = np.where(real, kv[row] - q[row] + token - starts[row], 0)
-    end = np.where(real, -(-(position + stop) // BLOCK_KV), 0)
+    position = np.where(real, kv[row] - q[row] + token - starts[row], -tile)
+    end = np.where(real, -(-(position + stop) // BLOCK_KV), 1)
     return _table(
         len(row),
         row=np.where(real, row, 0),
@@ -209,7 +209,7 @@ def _tiles(q: np.ndarray, kv: np.ndarray, tile: int, max_tokens: int) -> np.ndar
         skip=skip,
         stop=stop,
         position=position,
-        full=np.minimum((position + skip + 1) // BLOCK_KV, end),
+        full=np.clip((position + skip + 1) // BLOCK_KV, 0, end),
         end=end,
         kv_len=kv[row],
     )
