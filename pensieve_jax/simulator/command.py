@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from host_cache.policies import POLICIES
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.simulator.arrivals import with_time_scale
 from pensieve_jax.simulator.readers import READERS, read_workload
@@ -56,8 +57,16 @@ def simulate(
     think_time: Annotated[str, typer.Option(help="Mean seconds between an answer and the next turn.")] = "60",
     model: Annotated[str, typer.Option(help="Names of models.")] = DEFAULTS.model,
     device: Annotated[str, typer.Option(help="Names of devices.")] = DEFAULTS.device,
-    policy: Annotated[str, typer.Option(help="Who leaves a full tier first.")] = DEFAULTS.policy,
+    policy: Annotated[
+        str, typer.Option(help=f"Who leaves a full tier first: {', '.join(POLICIES)}.")
+    ] = DEFAULTS.policy,
     keep_state: Annotated[str, typer.Option(help="true, false, or both: keep KV between turns.")] = "true",
+    share_prefixes: Annotated[
+        str, typer.Option(help="true, false, or both: share what conversations begin with alike.")
+    ] = "true",
+    load_or_recompute: Annotated[
+        str, typer.Option(help="true, false, or both: recompute a chunk rather than load it, where cheaper.")
+    ] = "false",
     device_gb: Annotated[str, typer.Option(help="KV on each device, GB.")] = f"{DEFAULTS.device_kv_gb:g}",
     host_gb: Annotated[str, typer.Option(help="KV in the host, for each device, GB.")] = (
         f"{DEFAULTS.host_kv_gb:g}"
@@ -87,7 +96,9 @@ def simulate(
         think_time_s=_numbers("think-time", think_time),
         model=_texts(model),
         device=_texts(device),
-        keep_state=_switches(keep_state),
+        keep_state=_switches("keep-state", keep_state),
+        share_prefixes=_switches("share-prefixes", share_prefixes),
+        load_or_recompute=_switches("load-or-recompute", load_or_recompute),
         device_kv_gb=_numbers("device-gb", device_gb),
         host_kv_gb=_numbers("host-gb", host_gb),
         page_tokens=_integers("chunk", chunk),
@@ -180,7 +191,7 @@ def _cell(value: Any) -> str:
 def _plot(console: Console, rows: list[Row], points: list[Point], out: Path) -> None:
     """One picture against the first setting with several numbers, a line for each value of another."""
     settings = varied(points)
-    numeric = [name for name in settings if isinstance(rows[0][name], float | int) and name != "keep_state"]
+    numeric = [name for name in settings if type(rows[0][name]) in (float, int)]
     if not numeric:
         return
     try:
@@ -214,8 +225,8 @@ def _integers(name: str, text: str) -> list[int]:
         raise InvalidArgumentError(f"{name}: got {text!r}, expected integers, separated by commas") from None
 
 
-def _switches(text: str) -> list[bool]:
+def _switches(name: str, text: str) -> list[bool]:
     known = {"true": [True], "false": [False], "both": [True, False]}
     if text not in known:
-        raise InvalidArgumentError(f"keep-state: got {text!r}, expected true, false or both")
+        raise InvalidArgumentError(f"{name}: got {text!r}, expected true, false or both")
     return known[text]

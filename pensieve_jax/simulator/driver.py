@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from host_cache.manager import CacheCounters, CacheManager
+from host_cache.counters import CacheCounters
+from host_cache.manager import CacheManager
+from host_cache.policies import make_policy
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.plans import StepResult
 from pensieve_jax.core.types import SampledToken, SamplingParams
@@ -17,7 +19,6 @@ from pensieve_jax.scheduler.scheduler import Scheduler
 from pensieve_jax.simulator.decode_run import DecodeRun, lacks_pages
 from pensieve_jax.simulator.live import LiveTurn
 from pensieve_jax.simulator.metrics import RequestRecord
-from pensieve_jax.simulator.policies import make_policy
 from pensieve_jax.simulator.settings import SimulationConfig
 from pensieve_jax.simulator.step_time import StepTimeModel, work_of
 from pensieve_jax.simulator.worker import VirtualWorker
@@ -71,7 +72,7 @@ class Simulation:
         progress: is told how many turns of how many have ended.
 
         Raises:
-            InvalidArgumentError: the policy is unknown.
+            ValueError: the policy is unknown.
         """
         cut = (cut_to_context(conversation, config.max_context_tokens) for conversation in conversations)
         self._conversations = [conversation for conversation in cut if conversation is not None]
@@ -80,9 +81,9 @@ class Simulation:
         self._progress = progress
         times = StepTimeModel(config.model, config.device, config.profile)
         size = config.cache.page_tokens
-        cost = times.recompute_cost(size, config.max_context_tokens, config.attention_weight)
-        policy = make_policy(config.policy, cost)
-        self.cache = CacheManager(config.cache, policy)
+        limit = config.max_context_tokens
+        policy = make_policy(config.policy, times.recompute_cost(size, limit, config.attention_weight))
+        self.cache = CacheManager(config.cache, policy, times.recompute_cost(size, limit))
         self.scheduler = Scheduler(self.cache, config.scheduler)
         self._worker = VirtualWorker(times, page_tokens=size, hold_swap_outs=config.hold_swap_outs)
         self._now = 0.0

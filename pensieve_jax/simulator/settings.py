@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from host_cache.config import CHUNK_TOKENS, CacheConfig
+from host_cache.policies import POLICIES
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
 from pensieve_jax.simulator.hardware import DEVICES, MODELS, DeviceSpec, ModelShape
@@ -53,6 +54,8 @@ def make_config(
     host_kv_bytes: float = HOST_KV_BYTES,
     page_tokens: int = CHUNK_TOKENS,
     keep_state: bool = True,
+    share_prefixes: bool = True,
+    load_or_recompute: bool = False,
     step_tokens: int = STEP_TOKENS,
     max_rows: int = MAX_ROWS,
     profile: StepProfile | None = None,
@@ -64,11 +67,13 @@ def make_config(
     Args:
         model: one of `MODELS`.
         device: one of `DEVICES`.
-        policy: one of `POLICIES`.
+        policy: one of `host_cache.policies.POLICIES`.
         device_kv_bytes: KV on each device.
         host_kv_bytes: KV in the host for each device; 0 for none.
         page_tokens: tokens of a chunk, hence of a page.
         keep_state: False computes the whole history at every turn; the host tier is left out then.
+        share_prefixes: let conversations that begin alike share chunks.
+        load_or_recompute: neither copy nor load a chunk that is cheaper to recompute than to load.
         step_tokens: query tokens of a step at most.
         max_rows: rows of a step at most.
         profile: measured times in place of the estimate.
@@ -78,7 +83,9 @@ def make_config(
     Raises:
         InvalidArgumentError: a name is unknown, or a size is out of range.
     """
-    shape = _named(MODELS, "model", model)
+    if policy not in POLICIES:
+        raise InvalidArgumentError(f"policy: got {policy!r}, expected one of {', '.join(POLICIES)}")
+    shape, spec = _named(MODELS, "model", model), _named(DEVICES, "device", device)
     page_bytes = page_tokens * shape.kv_bytes_per_token
     try:
         cache = CacheConfig(
@@ -86,12 +93,14 @@ def make_config(
             host_pages=int(host_kv_bytes // page_bytes) if keep_state else 0,
             page_tokens=page_tokens,
             keep_finished=keep_state,
+            share_prefixes=share_prefixes,
+            load_s_per_page=page_bytes / spec.load_bytes_per_s if load_or_recompute else None,
         )
     except ValueError as error:
         raise InvalidArgumentError(str(error)) from error
     return SimulationConfig(
         model=shape,
-        device=_named(DEVICES, "device", device),
+        device=spec,
         cache=cache,
         scheduler=SchedulerConfig(step_tokens=step_tokens, max_rows=max_rows),
         policy=policy,

@@ -52,6 +52,9 @@ class Point:
     """As in `SimulationConfig`."""
     keep_state: bool = True
     """False computes the whole history at every turn, as stateless servers do."""
+    share_prefixes: bool = True
+    load_or_recompute: bool = False
+    """Neither copy nor load a chunk that is cheaper to recompute than to load."""
     device_kv_gb: float = DEVICE_KV_BYTES / 1e9
     host_kv_gb: float = HOST_KV_BYTES / 1e9
     page_tokens: int = CHUNK_TOKENS
@@ -93,6 +96,8 @@ class Point:
             host_kv_bytes=self.host_kv_gb * 1e9,
             page_tokens=self.page_tokens,
             keep_state=self.keep_state,
+            share_prefixes=self.share_prefixes,
+            load_or_recompute=self.load_or_recompute,
             step_tokens=self.step_tokens,
             max_rows=self.max_rows,
             profile=profile,

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from worlds import A100, small_config, small_workload
 
-from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.simulator import SimConversation, SimTurn, Simulation, StepTimeModel, summarize
 
 
@@ -22,7 +21,7 @@ def one_turn(input_tokens=10, output_tokens=20, arrival_s=0.0, name="a"):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("policy", ["retention-value", "lru"])
+@pytest.mark.parametrize("policy", ["retention-value", "lru", "share-aware", "whole-conversation-lru"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -35,12 +34,14 @@ def one_turn(input_tokens=10, output_tokens=20, arrival_s=0.0, name="a"):
         {"page_tokens": 1, "device_pages": 500, "host_pages": 1000},
         {"hold_swap_outs": False},
         {"swap_out_below": 0.0},
+        {"load_s_per_page": 1e-4},
         {"swap_out_below": 0.0, "device": A100},
         {"running_reserve": 0.0, "device_pages": 50, "max_rows": 16},
     ],
 )
 def test_many_steps_at_once_equal_single_steps(seed, policy, settings):
-    conversations = small_workload(seed=seed, rate=(2.0, 20.0, 200.0)[seed])
+    prefixes = {"prefix_tokens": 40, "prefixes": 2} if policy == "share-aware" else {}
+    conversations = small_workload(seed=seed, rate=(2.0, 20.0, 200.0)[seed], **prefixes)
     config = small_config(policy=policy, max_context_tokens=400, **settings)
     single = run(conversations, replace(config, fast_decode=False))
     fast = run(conversations, config)
@@ -154,11 +155,12 @@ def test_progress_reaches_its_end():
     assert calls[0] == (100, turns)
 
 
-def test_unknown_policies_are_refused():
-    with pytest.raises(
-        InvalidArgumentError, match="policy: got 'best', expected one of retention-value, lru"
-    ):
-        Simulation([one_turn()], small_config(policy="best"))
+def test_a_common_prefix_is_computed_once():
+    conversations = small_workload(seed=8, rate=2.0, prefix_tokens=80)
+    shared = summarize(run(conversations, small_config(device_pages=2000)))
+    own = summarize(run(conversations, small_config(device_pages=2000, share_prefixes=False)))
+    starts = len(conversations) - 1
+    assert own["new_tokens"] - shared["new_tokens"] >= 0.9 * 80 * starts
 
 
 def test_nothing_to_do_ends_at_once():

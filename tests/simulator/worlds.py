@@ -32,6 +32,8 @@ def small_config(
     device=SLOW_LINK,
     swap_out_below=0.25,
     running_reserve=0.1,
+    share_prefixes=True,
+    load_s_per_page=None,
     **others,
 ):
     return SimulationConfig(
@@ -44,6 +46,8 @@ def small_config(
             keep_finished=keep_state,
             swap_out_below=swap_out_below,
             running_reserve=running_reserve,
+            share_prefixes=share_prefixes,
+            load_s_per_page=load_s_per_page,
         ),
         scheduler=SchedulerConfig(step_tokens=step_tokens, max_rows=max_rows),
         policy=policy,

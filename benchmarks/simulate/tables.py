@@ -1,0 +1,116 @@
+"""Writes the tables of docs/simulator.md from benchmarks/results/simulate-cpu.jsonl.
+
+`python benchmarks/simulate/tables.py`; tables stand between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
+"""
+
+import json
+import re
+
+from results import RESULTS, ROOT
+
+PAGE = ROOT / "docs" / "simulator.md"
+
+
+def entries(prefix):
+    """{case: {metric: line}} of the cases that begin with `prefix`, in the file's order."""
+    cases = {}
+    for text in RESULTS.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(text)
+        if entry["case"].startswith(prefix):
+            cases.setdefault(entry["case"], {})[entry["metric"]] = entry
+    return cases
+
+
+def table(head, rows):
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def fig14(prefix):
+    head = ("requests/s offered", "host hit rate: LRU", "retention value", "points")
+    head += (
+        "recomputed tokens of a request: LRU",
+        "retention value",
+        "change",
+        "s per output token: LRU",
+        "retention value",
+    )
+    rows = []
+    for metrics in entries(prefix).values():
+        hits, tokens = metrics["host_hit_rate"], metrics["recomputed_tokens_per_request"]
+        latency = metrics["normalized_latency_s_mean"]
+        rows.append(
+            (
+                f"{hits['shapes']['offered_requests_per_s']:.2f}",
+                f"{hits['ceiling']:.3f}",
+                f"{hits['value']:.3f}",
+                f"{100 * (hits['value'] - hits['ceiling']):+.1f}",
+                f"{tokens['ceiling']:.0f}",
+                f"{tokens['value']:.0f}",
+                f"{100 * (tokens['value'] / tokens['ceiling'] - 1):+.1f} %",
+                f"{latency['ceiling']:.3f}",
+                f"{latency['value']:.3f}",
+            )
+        )
+    return table(head, rows)
+
+
+def fig15():
+    head = ("server", "requests/s at 120 ms per output token", "against no state")
+    rows = []
+    for case, metrics in entries("fig15_at120ms_").items():
+        entry = metrics["served_requests_per_s"]
+        name = case.removeprefix("fig15_at120ms_")
+        server = "no state" if name == "stateless" else f"think time {name.removeprefix('think')} s"
+        value = "outside the rates" if entry["value"] is None else f"{entry['value']:.2f}"
+        ratio = "-" if entry["ratio"] is None else f"{entry['ratio']:.2f} x"
+        rows.append((server, value, ratio))
+    return table(head, rows)
+
+
+def fig15_points():
+    head = (
+        "think time",
+        "requests/s offered",
+        "s per output token",
+        "without state",
+        "recomputed share of history",
+    )
+    rows = []
+    for metrics in entries("fig15_think").values():
+        entry = metrics["normalized_latency_s_mean"]
+        shapes = entry["shapes"]
+        rows.append(
+            (
+                f"{shapes['think_time_s']:g} s",
+                f"{shapes['offered_requests_per_s']:.2f}",
+                f"{entry['value']:.3f}",
+                f"{entry['ceiling']:.3f}",
+                f"{shapes['recomputed_share']:.2f}",
+            )
+        )
+    return table(head, rows)
+
+
+TABLES = {
+    "fig14": lambda: fig14("fig14_rate"),
+    "fig14_attention2": lambda: fig14("fig14_attention2"),
+    "fig14_attention4": lambda: fig14("fig14_attention4"),
+    "fig14_short": lambda: fig14("fig14_short"),
+    "fig15": fig15,
+    "fig15_points": fig15_points,
+}
+
+
+def main():
+    text = PAGE.read_text(encoding="utf-8")
+    for name, make in TABLES.items():
+        between = re.compile(f"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
+        if between.search(text):
+            made = make()
+            text = between.sub(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
