@@ -3,10 +3,9 @@
 Cost(l) = Cost_attention(l) + c: attention grows with the context, the rest of the layers does not.
 """
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +37,12 @@ class RecomputeCost:
     def __call__(self, context_tokens: int) -> float:
         """Seconds to recompute a chunk that ends at this context length."""
         xs, ys = self.context_tokens, self.attention_s
-        if context_tokens <= xs[-1]:
-            return float(np.interp(context_tokens, xs, ys)) + self.other_s
-        slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
-        return ys[-1] + slope * (context_tokens - xs[-1]) + self.other_s
+        right = min(
+            max(bisect.bisect_left(xs, context_tokens), 1), len(xs) - 1
+        )  # past the end: the last slope
+        slope = (ys[right] - ys[right - 1]) / (xs[right] - xs[right - 1])
+        attention = ys[right - 1] + slope * (max(context_tokens, xs[0]) - xs[right - 1])
+        return attention + self.other_s
 
 
 def analytic_cost(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,9 +10,8 @@ from host_cache.plan import PageCopy
 from pensieve_jax.core.types import SampledToken, SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRequest:
-    """How to choose the token that follows a row."""
+class SampleRequest(NamedTuple):
+    """How to choose the token that follows a row. A named tuple, since a step makes hundreds."""
 
     params: SamplingParams
     """`params.seed` is set."""
@@ -22,9 +22,9 @@ class SampleRequest:
     The last `num_generated` of them are this turn's output."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A run of consecutive query tokens of one request (the paper's sub-request, section 4.3.4)."""
+class Row(NamedTuple):
+    """A run of consecutive query tokens of one request (the paper's sub-request, section 4.3.4). A named
+    tuple, since a step makes hundreds."""
 
     request_id: int
     token_ids: np.ndarray

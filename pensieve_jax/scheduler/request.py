@@ -31,6 +31,8 @@ class Request:
     pending: deque[tuple[int, int]] = field(default_factory=deque)
     """Token ranges [start, end) that are still to be computed while it runs, ascending."""
     running: bool = False
+    capacity_tokens: int = 0
+    """While it runs: tokens that its pages hold."""
     num_computed: int = 0
     """Tokens up to the last one that this turn has computed."""
     counts: "AdmissionCounts | None" = None

@@ -29,18 +29,21 @@ def rows_of(request: Request, cache: CacheManager, *, max_tokens: int, max_rows:
     for start, end in request.pieces(max_tokens):
         if len(rows) == max_rows:
             break
-        last = end == request.num_tokens
-        row = Row(
-            request_id=request.id,
-            token_ids=request.tokens[start:end],
-            start=start,
-            page_ids=cache.page_ids(request.conversation_id, end),
-            sample=_sample_request(request) if last else None,
-        )
-        rows.append(row)
+        rows.append(row_of(request, cache, start, end))
     return rows
+
+
+def row_of(request: Request, cache: CacheManager, start: int, end: int) -> Row:
+    """The row of one range of a request's tokens; it samples if no token comes after it."""
+    return Row(
+        request.id,
+        request.tokens[start:end],
+        start,
+        cache.page_ids(request.conversation_id, end),
+        _sample_request(request) if end == request.num_tokens else None,
+    )
 
 
 def _sample_request(request: Request) -> SampleRequest:
     context = request.tokens[: request.num_tokens] if request.params.needs_history else NO_CONTEXT
-    return SampleRequest(params=request.params, num_generated=request.num_output_tokens, context_ids=context)
+    return SampleRequest(request.params, request.num_tokens - request.num_prompt_tokens, context)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from host_cache.manager import CacheManager
 from host_cache.plan import CachePlan, PageCopy
 from pensieve_jax.core.errors import InvalidArgumentError
-from pensieve_jax.core.plans import Row, StepPlan, StepResult
+from pensieve_jax.core.plans import StepPlan, StepResult
 from pensieve_jax.scheduler.queue import WaitingQueue
 from pensieve_jax.scheduler.request import AdmissionCounts, Request, RequestOutput
-from pensieve_jax.scheduler.rows import rows_of
+from pensieve_jax.scheduler.rows import row_of, rows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,16 @@ class Scheduler:
         Returns:
             the plan; without rows if nothing can run before copies to the host have ended.
         """
-        rows: list[Row] = []
-        tokens = 0
+        running = sorted(self._running.values(), key=_arrival)
+        if self._give_next_pages(running, now):
+            running = [request for request in running if request.running]
+        # A decoding request needs the row of its last token: no budget to ask, since max_rows fit a step.
+        rows = [
+            row_of(request, self.cache, request.num_tokens - 1, request.num_tokens)
+            for request in running
+            if request.decoding
+        ]
+        tokens = len(rows)
 
         def add(request: Request) -> None:
             nonlocal tokens
@@ -100,11 +108,12 @@ class Scheduler:
             rows.extend(new)
             tokens += sum(len(row.token_ids) for row in new)
 
-        self._give_next_pages(now)
-        for request in sorted(self._running.values(), key=lambda r: (not r.decoding, r.id)):
-            add(request)
+        if tokens < len(running):
+            for request in running:
+                if not request.decoding:
+                    add(request)
         self._admitted = []
-        swap_ins = list(self.cache.take_swap_ins())
+        swap_ins: list[PageCopy] = []
         while tokens < self.config.step_tokens and len(rows) < self.config.max_rows:
             admission = self._admit_first(now)
             if admission is None:
@@ -112,6 +121,8 @@ class Scheduler:
             request, copies = admission
             swap_ins.extend(copies)
             add(request)
+        if rows:
+            swap_ins.extend(self.cache.take_swap_ins())
         if not swap_ins:  # copies in both directions at once slow each other by a fifth (paper, section 5)
             self.cache.plan_ahead(now)
         return StepPlan(rows=tuple(rows), swap_ins=tuple(swap_ins), swap_outs=self.cache.take_swap_outs())
@@ -159,15 +170,26 @@ class Scheduler:
                 self.end(request, now)
             yield RequestOutput(request_id=request_id, token=token, finished=finished, stopped=stopped)
 
-    def _give_next_pages(self, now: float) -> None:
+    def _give_next_pages(self, running: list[Request], now: float) -> bool:
         """Give every running request a page for its next token, suspending the latest arrivals if pages
-        are short (paper 4.3.5)."""
-        for request in sorted(self._running.values(), key=lambda r: r.id):
+        are short (paper 4.3.5).
+
+        Returns:
+            whether any was suspended.
+        """
+        suspended = False
+        for request in running:
+            if request.num_tokens <= request.capacity_tokens:
+                continue
             while request.running and not self.cache.grow(request.conversation_id, request.num_tokens, now):
-                latest = max(self._running.values(), key=lambda r: r.id)
+                latest = max(self._running.values(), key=_arrival)
                 latest.suspensions += 1
                 self.num_suspensions += 1
                 self._suspend(latest, now)
+                suspended = True
+            if request.running:
+                request.capacity_tokens = self.cache.capacity(request.conversation_id)
+        return suspended
 
     def _admit_first(self, now: float) -> tuple[Request, tuple[PageCopy, ...]] | None:
         request = self._waiting.first()
@@ -188,6 +210,7 @@ class Scheduler:
         self._running[request.id] = request
         self._admitted.append((request, plan))
         request.running = True
+        request.capacity_tokens = self.cache.capacity(request.conversation_id)
         request.pending.clear()
         request.pending.extend(plan.missing)
         if request.first_step_s is None:
@@ -213,3 +236,7 @@ class Scheduler:
         del self._running[request.id]
         request.running = False
         request.pending.clear()
+
+
+def _arrival(request: Request) -> int:
+    return request.id

@@ -1,0 +1,177 @@
+"""Cost of planning a step with many conversations known, on one core.
+
+    python benchmarks/cache/planning.py --out benchmarks/results/cache-cpu.jsonl
+
+A world of conversations with chunks in both tiers, full to the brim, so that every page that is needed is
+evicted from somebody; 512 turns decode, and each that ends is followed by the next turn of an idle
+conversation. Timed is what `Scheduler.schedule` takes. Nothing computes: the plan's result is made up.
+"""
+
+import argparse
+import gc
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.records import record, replace_records
+from host_cache.config import CacheConfig
+from host_cache.cost_model import analytic_cost
+from host_cache.manager import CacheManager
+from host_cache.policies import make_policy
+from pensieve_jax.core.plans import StepResult
+from pensieve_jax.core.types import SampledToken, SamplingParams
+from pensieve_jax.scheduler.request import Request
+from pensieve_jax.scheduler.scheduler import Scheduler, SchedulerConfig
+
+RUNNING = 512
+PAGE_TOKENS = 32
+TOKEN = SampledToken(token_id=1)
+
+
+class World:
+    """A scheduler and as many idle conversations as fill both tiers."""
+
+    def __init__(self, *, conversations: int, chunks: int, policy: str, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        each = chunks // conversations
+        cost = analytic_cost(
+            num_layers=40,
+            num_heads=40,
+            head_dim=128,
+            num_parameters=13 * 10**9,
+            chunk_tokens=PAGE_TOKENS,
+            max_context_tokens=16_384,
+            flops_per_s=3e14,
+        )
+        # A fifth of the chunks is on the device, the rest in the host.
+        config = CacheConfig(device_pages=chunks // 5, host_pages=chunks - chunks // 5)
+        self.cache = CacheManager(config, make_policy(policy, cost))
+        self.scheduler = Scheduler(self.cache, SchedulerConfig(step_tokens=2048, max_rows=RUNNING))
+        self.now = 0.0
+        self.num_requests = 0
+        self.lengths = {}
+        self.requests = {}
+        for number in range(conversations):
+            name = f"c{number}"
+            tokens = int(each * PAGE_TOKENS * self.random.uniform(0.5, 1.5))
+            self.submit(name, tokens, output=1)
+            while self.scheduler.has_work:
+                self.step()
+        for number in self.random.permutation(conversations)[:RUNNING]:
+            self.next_turn(f"c{number}")
+        for _ in range(200):  # until all of them are in
+            self.step()
+
+    def submit(self, name: str, tokens: int, output: int) -> None:
+        history = self.lengths.get(name, 0)
+        request = Request(
+            id=self.num_requests,
+            conversation_id=name,
+            params=SamplingParams(seed=0, max_tokens=output),
+            stop_token_ids=frozenset(),
+            tokens=self.random.integers(50_000, size=history + tokens, dtype=np.int32),
+            num_tokens=history + tokens,
+            num_prompt_tokens=history + tokens,
+            num_history_tokens=max(0, history - 1),
+            arrived_s=self.now,
+        )
+        self.num_requests += 1
+        self.requests[request.id] = request
+        self.scheduler.submit(request, self.now)
+
+    def next_turn(self, name: str) -> None:
+        self.submit(name, int(self.random.integers(20, 200)), output=int(self.random.integers(100, 400)))
+
+    def step(self) -> tuple[float, int]:
+        """One step; returns what planning it took, and its rows."""
+        self.now += 0.03
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule(self.now)
+        took = time.perf_counter() - begin
+        result = StepResult(
+            samples={row.request_id: TOKEN for row in plan.rows if row.sample is not None},
+            finished_swap_outs=plan.swap_outs,
+            failed_swap_outs=(),
+            failed_swap_ins=(),
+            swap_in_wait_s=0.0,
+        )
+        for output in self.scheduler.apply(plan, result, self.now):
+            if output.finished:
+                request = self.requests.pop(output.request_id)
+                self.lengths[request.conversation_id] = request.num_tokens
+        return took, len(plan.rows)
+
+
+def measure(conversations: int, chunks: int, policy: str, steps: int) -> dict[str, float]:
+    """Seconds of planning and bytes a chunk."""
+    gc.collect()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    world = World(conversations=conversations, chunks=chunks, policy=policy, seed=0)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    held = world.cache.num_chunks
+    gc.collect()
+    gc.freeze()
+    for _ in range(50):
+        world.step()
+    took, rows = [], []
+    dropped = world.cache.counters.chunks_dropped + world.cache.counters.pages_reclaimed
+    for _ in range(steps):
+        seconds, count = world.step()
+        took.append(seconds)
+        rows.append(count)
+        busy = {r.conversation_id for r in world.requests.values()}
+        while len(busy) < RUNNING:
+            name = f"c{int(world.random.integers(conversations))}"
+            if name not in busy:
+                world.next_turn(name)
+                busy.add(name)
+    evicted = world.cache.counters.chunks_dropped + world.cache.counters.pages_reclaimed - dropped
+    took.sort()
+    return {
+        "median_ms": 1e3 * statistics.median(took),
+        "p99_ms": 1e3 * took[int(0.99 * len(took))],
+        "bytes_per_chunk": (peak - before) * 1024 / held,
+        "rows": statistics.mean(rows),
+        "evicted_per_step": evicted / steps,
+        "chunks": held,
+    }
+
+
+def main() -> None:
+    """Measure and print; append to a results file if one is given."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON lines file to put the results into")
+    parser.add_argument("--conversations", type=int, default=20_000)
+    parser.add_argument("--chunks", type=int, default=1_000_000)
+    parser.add_argument("--policy", default="retention-value")
+    parser.add_argument("--steps", type=int, default=2_000)
+    args = parser.parse_args()
+    result = measure(args.conversations, args.chunks, args.policy, args.steps)
+    case = f"plan_{args.conversations}x{args.chunks}_{RUNNING}running_{args.policy}"
+    print(case, {name: round(value, 3) for name, value in result.items()})
+    if args.out:
+        shapes = {"conversations": args.conversations, "chunks": result["chunks"], "running": RUNNING}
+        bars = {"median_ms": 2.0, "p99_ms": 6.0, "bytes_per_chunk": 200.0}
+        records = [
+            record(
+                bench="cache",
+                case=case,
+                metric=f"plan_{name}" if name.endswith("ms") else name,
+                value=result[name],
+                unit="ms" if name.endswith("ms") else "bytes",
+                ceiling=bar,
+                ratio=bar / result[name],
+                shapes=shapes,
+            )
+            for name, bar in bars.items()
+        ]
+        replace_records(args.out, records)
+
+
+if __name__ == "__main__":
+    main()
