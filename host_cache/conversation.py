@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from host_cache.prefix_index import Keys
+
 
 @dataclass(slots=True, eq=False)
 class CachedConversation:
@@ -21,7 +23,7 @@ class CachedConversation:
     """Its chunks are pinned and all on the device."""
     page_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """i32[capacity]: device pages by chunk index. Valid for the first len(chunks) while `running`."""
-    keys: list[bytes] = field(default_factory=list)
+    keys: Keys = field(default_factory=Keys)
     """Keys of its full chunks, as far as they are known (`PrefixIndex`)."""
     had_turn: bool = False
     """A turn has ended, so a pause runs."""

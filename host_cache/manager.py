@@ -114,7 +114,7 @@ class CacheManager:
             if whole:
                 self._ledger.share(chunk, new)
             new.chunks.append(chunk if whole else NONE)
-        new.keys = source.keys[:full]
+        new.keys = source.keys.first(full)
         self._strip(new)
         self._conversations[new_id] = new
         self._enter(new)
@@ -175,7 +175,7 @@ class CacheManager:
         if short or any(ledger.arriving(chunk) and not ledger.on_device(chunk) for chunk in kept):
             for chunk in adopted:
                 self._detach(chunk, conversation)
-            del conversation.keys[num_keys:]
+            conversation.keys.cut(num_keys)
             return None
         for order in self._orders:
             order.leave(conversation)
@@ -469,10 +469,10 @@ class CacheManager:
         size, chunks, adopted = self.config.page_tokens, conversation.chunks, set()
         self._prefixes.extend(conversation.keys, token_ids[:num_tokens], conversation.tenant)
         full = (num_tokens - 1) // size  # the last token is always computed
-        for index, key in enumerate(conversation.keys[:full]):
+        for index in range(min(full, len(conversation.keys))):
             if index < len(chunks) and chunks[index] != NONE:
                 continue
-            chunk = self._prefixes.find(key)
+            chunk = self._prefixes.find(conversation.keys[index])
             if chunk is not None:
                 chunks.extend([NONE] * (index + 1 - len(chunks)))
                 chunks[index] = chunk
@@ -499,7 +499,7 @@ class CacheManager:
             if chunk != NONE:
                 self._detach(chunk, conversation)
         del chunks[pages:]
-        del conversation.keys[num_tokens // size :]
+        conversation.keys.cut(num_tokens // size)
         last = chunks[-1] if chunks else NONE
         if last != NONE:
             keep = num_tokens - (len(chunks) - 1) * size

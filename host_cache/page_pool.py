@@ -1,5 +1,7 @@
 """The free list of one tier's pages."""
 
+from array import array
+
 from host_cache.errors import IntegrityError
 
 
@@ -8,7 +10,7 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = array("i", range(num_pages - 1, -1, -1))
         self._is_free = bytearray(b"\x01" * num_pages)
 
     @property
