@@ -44,10 +44,10 @@ PARTS_AT_ONCE = 4
 NEVER = -1e30
 """Start of the running maximum: finite, so that a row that sees no key yet stays free of NaN."""
 LOG2E = math.log2(math.e)
-BY_ONE = ("wide_queries", "turn", "other_may_write", "other_wrote", "other_was_read")
-"""Pairs of barriers at which one warpgroup arrives; of the last three the first is used. Barriers of a kind
-are one array, since each array takes registers; those at which both consumers arrive, likewise, are for the
-two places of queries, and for values cleared by halves."""
+BY_ONE = ("other_may_write", "other_wrote", "other_was_read")
+"""Barriers at which one consumer arrives. Barriers of a kind are one array: each array takes registers."""
+BY_BOTH = ("queries_used", "turn", "cleared")
+"""Barriers at which both consumers arrive."""
 WGMMA = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 WIDE_ACCESS = plgpu.Layout.WGMMA_UPCAST_4X
@@ -182,9 +182,9 @@ def _attention_call(
         "stats": plgpu.SMEM((2, TILE_Q), jnp.float32),
         "loaded": plgpu.Barrier(num_barriers=NUM_SLOTS, num_arrivals=shape.pages_per_block),
         "used": plgpu.Barrier(num_barriers=NUM_SLOTS, num_arrivals=2),
-        "narrow_queries": plgpu.Barrier(num_barriers=2, num_arrivals=shape.narrow_tokens),
-        "by_one": plgpu.Barrier(num_barriers=2 * len(BY_ONE)),
-        "by_both": plgpu.Barrier(num_arrivals=2, num_barriers=3),
+        "narrow_queries": plgpu.Barrier(num_arrivals=shape.narrow_tokens),
+        "by_one": plgpu.Barrier(num_barriers=2 + len(BY_ONE)),
+        "by_both": plgpu.Barrier(num_arrivals=2, num_barriers=len(BY_BOTH)),
     }
     kernel = plgpu.kernel(
         partial(_attention_kernel, shape),
@@ -225,6 +225,10 @@ def _attention_kernel(
     part_lse: Any,
     **scratch: Any,
 ) -> None:
+    by_one, by_both = scratch.pop("by_one"), scratch.pop("by_both")
+    scratch |= {name: by_one.at[2 + i] for i, name in enumerate(BY_ONE)}
+    scratch |= {name: by_both.at[i] for i, name in enumerate(BY_BOTH)}
+    scratch["wide_queries"] = by_one
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     first, last = cta_begin[cta], cta_begin[cta + 1]
 
@@ -234,11 +238,16 @@ def _attention_kernel(
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         producer = _Producer(shape, page_table, q, q_by_head, kv_pages, scratch)
 
-        def run(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return producer.load(_read_item(items, i), i - first, *state)
+        @pl.when(last > first)
+        def _any() -> None:
+            def run(i: jax.Array, carry: tuple[jax.Array, _Item, list[jax.Array]]) -> Any:
+                following = _read_item(items, jnp.minimum(i + 1, last - 1))
+                return producer.load(*carry, following, i > first)
 
-        state = lax.fori_loop(first, last, run, (jnp.int32(0), jnp.bool(False)))
-        pl.when(last > first)(lambda: producer.drain(*state))
+            item = _read_item(items, first)
+            start = (jnp.int32(0), item, producer.pages_of(item, item.begin))
+            filled, _, _ = lax.fori_loop(first, last, run, start)
+            producer.drain(filled)
 
     @pl.when(warpgroup < 2)
     def _consume() -> None:
@@ -248,17 +257,13 @@ def _attention_kernel(
 
         def run(i: jax.Array, filled: jax.Array) -> jax.Array:
             item = _read_item(items, i)
-            parity = lax.rem(i - first, jnp.int32(2))
             # One choice of queries for both kinds: their addresses then hold registers only once.
-            queries = scratch["queries"].at[jnp.where(item.kind == WIDE, warpgroup, parity)]
+            queries = scratch["queries"].at[jnp.where(item.kind == WIDE, warpgroup, 0)]
             pl.when(item.kind == WIDE)(lambda: consumer.wide(item, filled, queries))
-            pl.when(item.kind != WIDE)(lambda: consumer.narrow(item, filled, queries, parity))
+            pl.when(item.kind != WIDE)(lambda: consumer.narrow(item, filled, queries))
             return filled + 2 * (item.end - item.begin)
 
-        # The first turn is the first consumer's; each item of either kind leaves it there.
-        pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(_one(scratch, "turn", 0)))
         lax.fori_loop(first, last, run, jnp.int32(0))
-        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(_one(scratch, "turn", 0)))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -266,17 +271,8 @@ def _read_item(items: Any, i: jax.Array) -> _Item:
     return _Item(**{name: items[i, column] for column, name in enumerate(ITEM_FIELDS)})
 
 
-def _one(scratch: dict[str, Any], name: str, index: jax.Array | int = 0) -> Any:
-    """A barrier at which one warpgroup arrives."""
-    return scratch["by_one"].at[2 * BY_ONE.index(name) + index]
-
-
 class _Producer:
-    """Copies queries and KV into shared memory, as far ahead of the consumers as the places allow.
-
-    Wide items fill both places for queries, narrow ones the places in turn, so that the queries of the next
-    narrow item arrive under the present one.
-    """
+    """Copies queries and KV into shared memory, as far ahead of the consumers as the ring allows."""
 
     def __init__(
         self, shape: _Shape, page_table: Any, q: Any, q_by_head: Any, kv_pages: Any, scratch: dict[str, Any]
@@ -284,80 +280,82 @@ class _Producer:
         self.shape, self.page_table, self.q, self.q_by_head = shape, page_table, q, q_by_head
         self.kv_pages, self.scratch = kv_pages, scratch
 
-    def load(
-        self, item: _Item, number: jax.Array, filled: jax.Array, second_used: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Load the CTA's item of this number.
-
-        `filled` ring slots were filled before; `second_used`: the second place for queries held some. Both
-        are returned as they are after.
-        """
-        is_wide = item.kind == WIDE
-        parity = lax.rem(number, jnp.int32(2))
-        # A wide item's queries wait for the end of the item before: its first keys go ahead of them.
-        second = jnp.where(is_wide, jnp.minimum(item.begin + 1, item.end), item.begin)
-        filled = self.load_blocks(item, item.begin, second, filled)
-        first_place, second_place = is_wide | (parity == 0), is_wide | (parity == 1)
-        pl.when(first_place & (number > 0))(lambda: plgpu.barrier_wait(self.scratch["by_both"].at[0]))
-        pl.when(second_place & second_used)(lambda: plgpu.barrier_wait(self.scratch["by_both"].at[1]))
-        pl.when(is_wide)(lambda: self.load_wide_queries(item))
-        pl.when(~is_wide)(lambda: self.load_narrow_queries(item, parity))
-        return self.load_blocks(item, second, item.end, filled), second_used | second_place
-
-    def load_wide_queries(self, item: _Item) -> None:
+    def load_queries(self, item: _Item, not_first: jax.Array) -> None:
         """Queries past the item's tokens are read from what follows, zeros past the end: nobody uses them."""
-        for consumer in range(2):
-            token, head = _part_of(self.shape, item, consumer)
-            plgpu.copy_gmem_to_smem(
-                self.q.at[pl.ds(token, TILE_Q), head],
-                self.scratch["queries"].at[consumer],
-                _one(self.scratch, "wide_queries", consumer),
-            )
+        shape, queries = self.shape, self.scratch["queries"]
+        pl.when(not_first)(lambda: plgpu.barrier_wait(self.scratch["queries_used"]))
 
-    def load_narrow_queries(self, item: _Item, place: jax.Array) -> None:
-        """Of each token the aligned heads around those of the group; of tokens past the last, the last."""
-        stride = self.shape.stride
-        for i in range(self.shape.narrow_tokens):
-            line = _first_line(self.q, item, jnp.minimum(i, item.stop - 1))
-            plgpu.copy_gmem_to_smem(
-                self.q_by_head.at[pl.ds(pl.multiple_of(_aligned(line), ALIGN), stride)],
-                self.scratch["queries"].at[place, pl.ds(i * stride, stride)],
-                self.scratch["narrow_queries"].at[place],
-            )
+        @pl.when(item.kind == WIDE)
+        def _wide() -> None:
+            for consumer in range(2):
+                token, head = _part_of(shape, item, consumer)
+                plgpu.copy_gmem_to_smem(
+                    self.q.at[pl.ds(token, TILE_Q), head],
+                    queries.at[consumer],
+                    self.scratch["wide_queries"].at[consumer],
+                )
 
-    def load_blocks(self, item: _Item, begin: jax.Array, end: jax.Array, filled: jax.Array) -> jax.Array:
-        """K and V of the item's blocks into the next slots; pages past the row's last are the last again."""
+        @pl.when(item.kind != WIDE)
+        def _narrow() -> None:
+            for i in range(shape.narrow_tokens):
+                token = item.token + jnp.minimum(i, item.stop - 1)
+                line = pl.multiple_of(_aligned(token * self.q.shape[1] + item.head), ALIGN)
+                plgpu.copy_gmem_to_smem(
+                    self.q_by_head.at[pl.ds(line, shape.stride)],
+                    queries.at[0, pl.ds(i * shape.stride, shape.stride)],
+                    self.scratch["narrow_queries"],
+                )
+
+    def load(
+        self, filled: jax.Array, item: _Item, pages: list[jax.Array], following: _Item, not_first: jax.Array
+    ) -> tuple[jax.Array, _Item, list[jax.Array]]:
+        """Load an item, given the pages of its first block; returns the same for the item that follows.
+
+        What the schedule and the page table say is read well before it's needed: with the memory busy, a
+        read takes as long as a block.
+        """
+
+        def step(block: jax.Array, carry: tuple[jax.Array, list[jax.Array]]) -> Any:
+            filled, pages = carry
+            ahead = self.pages_of(item, block + 1)
+            return self.load_block(item, pages, filled), ahead
+
+        # The first block goes ahead of the queries, whose place is free only after the item before.
+        state = step(item.begin, (filled, pages))
+        self.load_queries(item, not_first)
+        last = item.end - 1
+        filled, pages = lax.fori_loop(item.begin + 1, last, step, state)
+        following_pages = self.pages_of(following, following.begin)
+        filled = lax.cond(last > item.begin, lambda: self.load_block(item, pages, filled), lambda: filled)
+        return filled, following, following_pages
+
+    def pages_of(self, item: _Item, block: jax.Array) -> list[jax.Array]:
+        """The pages of a block of keys; past the row's last page they are the last again."""
         pages_per_block = self.shape.pages_per_block
         last_page = lax.div(item.kv_len - 1, jnp.int32(self.shape.page_size))
-        ring, loaded, used = self.scratch["ring"], self.scratch["loaded"], self.scratch["used"]
+        return [
+            self.page_table[item.row, jnp.minimum(block * pages_per_block + i, last_page)]
+            for i in range(pages_per_block)
+        ]
 
-        def pages_of(block: jax.Array) -> list[jax.Array]:
-            return [
-                self.page_table[item.row, jnp.minimum(block * pages_per_block + i, last_page)]
-                for i in range(pages_per_block)
-            ]
+    def load_block(self, item: _Item, pages: list[jax.Array], filled: jax.Array) -> jax.Array:
+        """K and V of a block into the next two slots."""
+        page_size = self.shape.page_size
+        for which in range(2):
+            slot = lax.rem(filled + which, jnp.int32(NUM_SLOTS))
+            used, loaded = self.scratch["used"].at[slot], self.scratch["loaded"].at[slot]
+            pl.when(filled + which >= NUM_SLOTS)(partial(plgpu.barrier_wait, used))
+            for i, page in enumerate(pages):
+                plgpu.copy_gmem_to_smem(
+                    self.kv_pages.at[page, which, item.kv_head],
+                    self.scratch["ring"].at[slot, pl.ds(i * page_size, page_size)],
+                    loaded,
+                )
+        return filled + 2
 
-        def load(block: jax.Array, carry: tuple[jax.Array, list[jax.Array]]) -> Any:
-            filled, pages = carry
-            following = pages_of(block + 1)
-            for which in range(2):
-                slot = lax.rem(filled + which, jnp.int32(NUM_SLOTS))
-                pl.when(filled + which >= NUM_SLOTS)(partial(plgpu.barrier_wait, used.at[slot]))
-                for i, page in enumerate(pages):
-                    plgpu.copy_gmem_to_smem(
-                        self.kv_pages.at[page, which, item.kv_head],
-                        ring.at[slot, pl.ds(i * self.shape.page_size, self.shape.page_size)],
-                        loaded.at[slot],
-                    )
-            return filled + 2, following
-
-        filled, _ = lax.fori_loop(begin, end, load, (filled, pages_of(begin)))
-        return filled
-
-    def drain(self, filled: jax.Array, second_used: jax.Array) -> None:
+    def drain(self, filled: jax.Array) -> None:
         """Wait until everything was used: no barrier may be in use when the CTA ends."""
-        plgpu.barrier_wait(self.scratch["by_both"].at[0])
-        pl.when(second_used)(lambda: plgpu.barrier_wait(self.scratch["by_both"].at[1]))
+        plgpu.barrier_wait(self.scratch["queries_used"])
 
         @pl.loop(jnp.maximum(filled - NUM_SLOTS, 0), filled)
         def _wait(slot: jax.Array) -> None:
@@ -365,7 +363,7 @@ class _Producer:
 
 
 class _Consumer:
-    """One of the two warpgroups that compute."""
+    """One of the two warpgroups that compute. Its running state: (output, maximum, total) of each row."""
 
     def __init__(
         self,
@@ -381,80 +379,54 @@ class _Consumer:
         self.out_tiled, self.out_plain, self.out_exact = scratch["outputs"]
 
     def wide(self, item: _Item, filled: jax.Array, queries: Any) -> None:
-        """64 tokens under one head; the other consumer has another head or the next 64 tokens.
-
-        The values of a block are weighed under the softmax of the next: both products are issued together.
-        Consumers take turns at it, so that one's products also run under the other's softmax.
-        """
+        """64 tokens under one head; the other consumer has another head or the next 64 tokens."""
+        turn, head_dim = self.scratch["turn"], self.shape.head_dim
         token, _ = _part_of(self.shape, item, self.index)
         position = item.position + (token - item.token)
-        last_key = position + plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA)
-        my_turn, other_turn = (
-            _one(self.scratch, "turn", self.index),
-            _one(self.scratch, "turn", 1 - self.index),
-        )
+        row_position = position + plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA)
 
-        def give_turn() -> None:
-            plgpu.barrier_arrive(other_turn)
+        def ask() -> None:
+            plgpu.barrier_arrive(turn)
 
-        def all_scored(block: jax.Array) -> None:
-            @pl.when(block + 1 == item.end)
-            def _release() -> None:
-                for place in range(2):
-                    plgpu.barrier_arrive(self.scratch["by_both"].at[place])
+        def wait() -> None:
+            plgpu.barrier_wait(turn)
 
-        def next_block(block: jax.Array, state: Any, *, masked: bool) -> Any:
-            output, peak, total, weights = state
+        def take_turn() -> None:
+            ask()
+            wait()
+
+        def block_step(block: jax.Array, state: Any, *, masked: bool) -> Any:
             slot = filled + 2 * (block - item.begin)
-            self.wait_loaded(slot - 1)
             self.wait_loaded(slot)
-            plgpu.barrier_wait(my_turn)
+            scores = self.scores(queries, slot, take_turn)
+            pl.when(block + 1 == item.end)(self.queries_used)
+            state, weights = self.softmax(scores, state, block, row_position if masked else None)
+            ask()
+            self.wait_loaded(slot + 1)
+            valid = item.kv_len - block * BLOCK_KV
+            if masked:
 
-            def softmax(scores: jax.Array) -> Any:
-                self.release(slot)
-                return self.softmax(scores, peak, total, block, last_key if masked else None)
+                @pl.when(valid < BLOCK_KV)
+                def _clear_half() -> None:
+                    self.clear(slot + 1, valid, [pl.multiple_of(self.index * TILE_Q, TILE_Q)])
+                    plgpu.barrier_arrive(self.scratch["cleared"])
 
-            output, (peak, total, fade, weights) = self.products(
-                queries, slot, output, weights, slot - 1, give_turn, softmax
-            )
-            self.release(slot - 1)
-            all_scored(block)
-            # Only now: the new weights take the registers of those that the product was reading.
-            return output * _along(fade, output.shape), peak, total, weights.astype(self.shape.dtype)
+            wait()
+            if masked:
+                pl.when(valid < BLOCK_KV)(partial(plgpu.barrier_wait, self.scratch["cleared"]))
+            return self.weigh(state, weights, slot + 1)
 
-        plgpu.barrier_wait(_one(self.scratch, "wide_queries", self.index))
-        output, peak, total = _start(self.shape.head_dim)
-        self.wait_loaded(filled)
-        plgpu.barrier_wait(my_turn)
-        scores = self.scores(queries, filled, give_turn)
-        self.release(filled)
-        all_scored(item.begin)
-        peak, total, _, weights = self.softmax(scores, peak, total, item.begin, last_key)
-        state = (output, peak, total, weights.astype(self.shape.dtype))
-        full = jnp.maximum(item.full, item.begin + 1)
-        state = lax.fori_loop(item.begin + 1, full, partial(next_block, masked=False), state)
-        output, _, total, weights = lax.fori_loop(full, item.end, partial(next_block, masked=True), state)
+        plgpu.barrier_wait(self.scratch["wide_queries"].at[self.index])
+        pl.when(self.index == 1)(take_turn)
+        state = lax.fori_loop(item.begin, item.full, partial(block_step, masked=False), _start(head_dim))
+        output, _, total = lax.fori_loop(item.full, item.end, partial(block_step, masked=True), state)
+        pl.when(self.index == 0)(take_turn)
 
-        last = filled + 2 * (item.end - item.begin) - 1
-        valid = item.kv_len - (item.end - 1) * BLOCK_KV
-        self.wait_loaded(last)
-
-        @pl.when(valid < BLOCK_KV)
-        def _clear_half() -> None:
-            self.clear(last, valid, [pl.multiple_of(self.index * TILE_Q, TILE_Q)])
-            plgpu.barrier_arrive(self.scratch["by_both"].at[2])
-            plgpu.barrier_wait(self.scratch["by_both"].at[2])
-
-        plgpu.barrier_wait(my_turn)
-        output = self.weigh(output, weights, last, give_turn)
-        self.release(last)
-        self.store_wide(item, _normalised(output, total).astype(self.shape.dtype))
-
-    def store_wide(self, item: _Item, output: jax.Array) -> None:
+        output = _normalised(output, total).astype(self.shape.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         token, head = _part_of(self.shape, item, self.index)
         skip = jnp.maximum(item.skip - (token - item.token), 0)
         stop = jnp.minimum(item.stop - (token - item.token), TILE_Q)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(stop - skip == TILE_Q)
         def _whole() -> None:
@@ -471,11 +443,11 @@ class _Consumer:
             def _store(i: jax.Array) -> None:
                 plgpu.copy_smem_to_gmem(self.out_plain.at[self.index, i], self.out.at[token + i, head])
 
-    def narrow(self, item: _Item, filled: jax.Array, queries: Any, place: jax.Array) -> None:
+    def narrow(self, item: _Item, filled: jax.Array, queries: Any) -> None:
         """A few tokens under all heads of a group: this consumer has every other block of their keys."""
         shape, scratch = self.shape, self.scratch
         blocks = item.end - item.begin
-        last_key = item.position + lax.div(
+        offset = lax.div(
             plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA), jnp.int32(shape.stride)
         )
 
@@ -489,35 +461,30 @@ class _Consumer:
                     self.release(filled + 2 * number + which)
 
         def pair_step(pair: jax.Array, state: Any, *, masked: bool) -> Any:
-            output, peak, total = state
             number = 2 * pair + self.index
-            block, slot = item.begin + number, filled + 2 * number
             pl.when(self.index == 1)(lambda: pass_over(2 * pair))
+            slot = filled + 2 * number
             self.wait_loaded(slot)
+            block = item.begin + number
             scores = self.scores(queries, slot)
-            self.release(slot)
-            peak, total, fade, weights = self.softmax(
-                scores, peak, total, block, last_key if masked else None
-            )
-            output = output * _along(fade, output.shape)
+            state, weights = self.softmax(scores, state, block, item.position + offset if masked else None)
             self.wait_loaded(slot + 1)
             valid = item.kv_len - block * BLOCK_KV
             if masked:
                 pl.when(valid < BLOCK_KV)(lambda: self.clear(slot + 1, valid, [0, TILE_Q]))
-            output = self.weigh(output, weights.astype(shape.dtype), slot + 1)
-            self.release(slot + 1)
+            state = self.weigh(state, weights, slot + 1)
             pl.when(self.index == 0)(lambda: pass_over(2 * pair + 1))
-            return output, peak, total
+            return state
 
         def own(number_of_blocks: jax.Array) -> jax.Array:
             return lax.div(number_of_blocks + 1 - self.index, jnp.int32(2))
 
-        plgpu.barrier_wait(scratch["narrow_queries"].at[place])
+        plgpu.barrier_wait(scratch["narrow_queries"])
         full = own(item.full - item.begin)
         state = lax.fori_loop(0, full, partial(pair_step, masked=False), _start(shape.head_dim))
         state = lax.fori_loop(full, own(blocks), partial(pair_step, masked=True), state)
         pl.when((self.index == 1) & (lax.rem(blocks, jnp.int32(2)) == 1))(lambda: pass_over(blocks - 1))
-        plgpu.barrier_arrive(scratch["by_both"].at[place])
+        self.queries_used()
         self.finish_narrow(item, state)
 
     def finish_narrow(self, item: _Item, state: Any) -> None:
@@ -528,17 +495,17 @@ class _Consumer:
 
         @pl.when(self.index == 1)
         def _hand_over() -> None:
-            plgpu.barrier_wait(_one(scratch, "other_may_write"))
+            plgpu.barrier_wait(scratch["other_may_write"])
             self.out_exact[...] = output
             stats[0] = peak
             stats[1] = total
-            plgpu.barrier_arrive(_one(scratch, "other_wrote"))
-            plgpu.barrier_wait(_one(scratch, "other_was_read"))
+            plgpu.barrier_arrive(scratch["other_wrote"])
+            plgpu.barrier_wait(scratch["other_was_read"])
 
         @pl.when(self.index == 0)
         def _join() -> None:
-            plgpu.barrier_arrive(_one(scratch, "other_may_write"))
-            plgpu.barrier_wait(_one(scratch, "other_wrote"))
+            plgpu.barrier_arrive(scratch["other_may_write"])
+            plgpu.barrier_wait(scratch["other_wrote"])
             other_output = plgpu.load(self.out_exact, layout=WGMMA)
             other_peak = plgpu.load(stats.at[0], layout=ROWS)
             other_total = plgpu.load(stats.at[1], layout=ROWS)
@@ -569,102 +536,45 @@ class _Consumer:
 
                 @pl.loop(0, item.stop)
                 def _store(i: jax.Array) -> None:
-                    line = _first_line(self.out, item, i)
+                    line = (item.token + i) * self.out.shape[1] + item.head
+                    row = i * stride + line - _aligned(line)
                     plgpu.copy_smem_to_gmem(
-                        self.out_plain.at[0, pl.ds(i * stride + line - _aligned(line), shape.group)],
+                        self.out_plain.at[0, pl.ds(row, shape.group)],
                         self.out.at[item.token + i, pl.ds(item.head, shape.group)],
                     )
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(_one(scratch, "other_was_read"))
+            plgpu.barrier_arrive(scratch["other_was_read"])
 
     def scores(self, queries: Any, slot: jax.Array, meanwhile: Callable[[], None] | None = None) -> jax.Array:
-        """queries @ keys.T; `meanwhile` runs once the product is under way."""
+        """queries @ keys.T from a slot, which is free after; `meanwhile` runs during the product."""
         keys = self.slot(slot)
-        if self.shape.interpret is not None:
-            scores = self.interpreted_product(queries[...], keys[...].T)
+        if self.shape.interpret is None:
+
+            def product(acc: Any) -> jax.Array:
+                plgpu.wgmma(acc, queries, keys.transpose((1, 0)))
+                if meanwhile is not None:
+                    meanwhile()
+                return acc[...]
+
+            scores = pl.run_scoped(product, plgpu.ACC((TILE_Q, BLOCK_KV), jnp.float32))
+        else:
+            scores = jnp.dot(queries[...].astype(jnp.float32), keys[...].astype(jnp.float32).T)
+            plgpu.commit_smem()
             if meanwhile is not None:
                 meanwhile()
-            return scores
-
-        def product(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, queries, keys.transpose((1, 0)))
-            if meanwhile is not None:
-                meanwhile()
-            return acc[...]
-
-        return pl.run_scoped(product, plgpu.ACC((TILE_Q, BLOCK_KV), jnp.float32))
-
-    def weigh(
-        self,
-        output: jax.Array,
-        weights: jax.Array,
-        slot: jax.Array,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> jax.Array:
-        """output + weights @ values; `meanwhile` runs once the product is under way."""
-        values = self.slot(slot)
-        if self.shape.interpret is not None:
-            output = output + self.interpreted_product(weights, values[...])
-            if meanwhile is not None:
-                meanwhile()
-            return output
-
-        def product(acc: Any) -> None:
-            plgpu.wgmma(acc, weights, values)
-            if meanwhile is not None:
-                meanwhile()
-
-        return pl.run_state(product)(plgpu.ACC.init(output))
-
-    def products(
-        self,
-        queries: Any,
-        keys_slot: jax.Array,
-        output: jax.Array,
-        weights: jax.Array,
-        values_slot: jax.Array,
-        meanwhile: Callable[[], None],
-        softmax: Callable[[jax.Array], Any],
-    ) -> tuple[jax.Array, Any]:
-        """`scores` and `weigh` at once, and `softmax` of the scores while the second is under way."""
-        if self.shape.interpret is not None:
-            scores = self.scores(queries, keys_slot)
-            output = self.weigh(output, weights, values_slot, meanwhile)
-            return output, softmax(scores)
-        keys, values = self.slot(keys_slot), self.slot(values_slot)
-
-        def product(score_acc: Any, output_acc: Any) -> tuple[jax.Array, Any]:
-            output_acc[...] = output
-            plgpu.wgmma(score_acc, queries, keys.transpose((1, 0)))
-            plgpu.wgmma(output_acc, weights, values)
-            meanwhile()
-            result = softmax(plgpu.wgmma_accumulator_load(score_acc, wait_n=1))
-            weighed = output_acc[...]
-            return weighed, result
-
-        scores_type = plgpu.ACC((TILE_Q, BLOCK_KV), jnp.float32)
-        return pl.run_scoped(product, scores_type, plgpu.ACC(output.shape, jnp.float32))
-
-    def interpreted_product(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """For the interpreter, which has no products with registers."""
-        product = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
-        plgpu.commit_smem()
-        return product
+        self.release(slot)
+        return scores
 
     def softmax(
-        self,
-        scores: jax.Array,
-        peak: jax.Array,
-        total: jax.Array,
-        block: jax.Array,
-        last_key: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """New maximum and total of each row, the factor of its output so far, the weights of the values.
+        self, scores: jax.Array, state: Any, block: jax.Array, last_key: jax.Array | None
+    ) -> tuple[Any, jax.Array]:
+        """The state, faded to the new maximum, and the weights of a block's values.
 
         `last_key` is the last key that each row sees; None: all rows see the whole block.
         """
         shape = self.shape
+        output, peak, total = state
         factor = shape.scale * LOG2E
         if shape.logit_soft_cap is not None:
             scores = _soft_capped(scores * (shape.scale / shape.logit_soft_cap))
@@ -675,9 +585,12 @@ class _Consumer:
         new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)
         fade = jnp.exp2(peak - new_peak)
         weights = jnp.exp2(scores * factor - _along(new_peak, scores.shape))
+        output = output * _along(fade, output.shape)
         total = total * fade + weights.sum(axis=1)
-        result = (new_peak, total, fade, weights)
-        return result if shape.interpret is not None else lax.optimization_barrier(result)
+        weights = weights.astype(shape.dtype)
+        if shape.interpret is None:
+            output, total, new_peak, weights = lax.optimization_barrier((output, total, new_peak, weights))
+        return (output, new_peak, total), weights
 
     def clear(self, slot: jax.Array, valid: jax.Array, first_rows: list[Any]) -> None:
         """Zeros over the values past the row's end, which may be NaN: a weight of 0 wouldn't hide them."""
@@ -688,6 +601,19 @@ class _Consumer:
             rows[...] = jnp.where(first + row < valid, kept, jnp.zeros_like(kept))
         plgpu.commit_smem()
 
+    def weigh(self, state: Any, weights: jax.Array, slot: jax.Array) -> Any:
+        """The state with weights @ values added, from a slot, which is free after."""
+        output, peak, total = state
+        values = self.slot(slot)
+        if self.shape.interpret is None:
+            product = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))
+            output = product(plgpu.ACC.init(output))
+        else:
+            output = output + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32))
+            plgpu.commit_smem()
+        self.release(slot)
+        return output, peak, total
+
     def slot(self, number: jax.Array) -> Any:
         return self.scratch["ring"].at[lax.rem(number, jnp.int32(NUM_SLOTS))]
 
@@ -697,10 +623,8 @@ class _Consumer:
     def release(self, slot: jax.Array) -> None:
         plgpu.barrier_arrive(self.scratch["used"].at[lax.rem(slot, jnp.int32(NUM_SLOTS))])
 
-
-def _first_line(of: Any, item: _Item, i: jax.Array | int) -> jax.Array:
-    """The first head of a narrow item's token i among all heads of all tokens."""
-    return (item.token + i) * of.shape[1] + item.head
+    def queries_used(self) -> None:
+        plgpu.barrier_arrive(self.scratch["queries_used"])
 
 
 def _part_of(shape: _Shape, item: _Item, consumer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
