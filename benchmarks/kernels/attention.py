@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -29,11 +30,12 @@ from pallas_kernels.multi_token_attention.shapes import DECODE, MIXED, SHAPES, S
 
 DISTINCT_BYTES = 400e6
 """KV of all inputs together, at least: several times the L2 cache (60 MB)."""
-TARGET_S, MAX_LAUNCHES = 0.006, 48
+TARGET_S, MAX_LAUNCHES = 0.004, 40
 """Device time of one timed call, about, and its most launches."""
-QUEUED = 6
-"""Calls under way at once, which hides their dispatch (some 0.2 ms each)."""
-REPEATS = 7
+FEW, MANY = 2, 8
+"""Calls under way at once. The time of a launch comes from the difference, which leaves out what the first
+call's dispatch costs."""
+REPEATS = 5
 DTYPE = jnp.bfloat16
 MAX_ERROR = 1e-2
 
@@ -80,9 +82,7 @@ def random_array(key, shape: tuple[int, ...]):
     return jax.random.normal(key, shape, DTYPE)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("kv_len",), compiler_options={"xla_gpu_autotune_level": "0"}
-)
+@functools.partial(jax.jit, static_argnames=("kv_len",), compiler_options={"xla_gpu_autotune_level": "0"})
 def reference_row(q, kv_pages, pages, *, kv_len: int):
     """Float32 attention of one row: q [n, heads, head_dim] at the end of its kv_len tokens."""
     n, num_heads, head_dim = q.shape
@@ -117,16 +117,20 @@ def relative_error(shape: Shape, out, q, kv_pages, pages: list[np.ndarray]) -> f
 
 
 def seconds_each(many, launches: int, *args) -> float:
-    """Median device time of one of the launches that `many` makes."""
+    """Device time of one of the launches that `many` makes: medians over calls in a row."""
     jax.block_until_ready(many(*args))
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        for _ in range(QUEUED):
-            out = many(*args)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / QUEUED / launches)
-    return statistics.median(times)
+
+    def median_s(calls: int) -> float:
+        times = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            for _ in range(calls):
+                out = many(*args)
+            jax.block_until_ready(out)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    return (median_s(MANY) - median_s(FEW)) / (MANY - FEW) / launches
 
 
 def launches_for(shape: Shape) -> int:
@@ -134,28 +138,50 @@ def launches_for(shape: Shape) -> int:
     return max(2, min(math.ceil(TARGET_S / guess_s), MAX_LAUNCHES))
 
 
+def num_sets(shape: Shape) -> int:
+    return max(2, math.ceil(DISTINCT_BYTES / shape.kv_bytes))
+
+
 attend = jax.jit(functools.partial(multi_token_attention, implementation="mosaic"))
 
 
-def time_kernel(shape: Shape, qs, pools, plan) -> float:
-    launches = launches_for(shape)
-    # Different queries for each launch: the compiler may not take two for one.
-    queries = [qs[i % len(qs)] * (1 + i / 256) for i in range(launches)]
+class Kernel:
+    """The kernel for one shape, compiled: many launches over different queries and pools."""
 
-    @jax.jit
-    def many(queries, pools, plan):
-        return [attend(q, pools[i % len(pools)], plan) for i, q in enumerate(queries)]
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.shape, self.launches = shape, launches_for(shape)
+        self.pages, self.num_pages = make_pages(shape, np.random.default_rng(seed))
+        self.plan = make_plan(shape, self.pages)
+        sets = num_sets(shape)
 
-    return seconds_each(many, launches, queries, pools, plan)
+        def many(queries, pools, plan):
+            return [attend(q, pools[i % sets], plan) for i, q in enumerate(queries)]
+
+        q = jax.ShapeDtypeStruct((padded_tokens(shape), shape.num_heads, shape.head_dim), DTYPE)
+        pool = jax.ShapeDtypeStruct(self.pool_shape, DTYPE)
+        self.many = jax.jit(many).lower([q] * self.launches, [pool] * sets, self.plan).compile()
+
+    @property
+    def pool_shape(self) -> tuple[int, ...]:
+        shape = self.shape
+        return (self.num_pages, 2, shape.num_kv_heads, shape.page_size, shape.head_dim)
+
+    def inputs(self, key):
+        shape, sets = self.shape, num_sets(self.shape)
+        keys = jax.random.split(key, sets + self.launches)
+        size = (padded_tokens(shape), shape.num_heads, shape.head_dim)
+        return [random_array(k, size) for k in keys[sets:]], [
+            random_array(k, self.pool_shape) for k in keys[:sets]
+        ]
+
+    def seconds(self, queries, pools) -> float:
+        return seconds_each(self.many, self.launches, queries, pools, self.plan)
 
 
-def time_cudnn(shape: Shape, key) -> float | None:
-    """cuDNN over contiguous KV of the same sizes, where all rows are alike."""
-    if len(set(shape.rows)) > 1:
-        return None
+def time_cudnn(shape: Shape, key) -> float:
+    """cuDNN over contiguous KV of the same sizes; all rows are alike."""
     (n, kv_len), batch = shape.rows[0], len(shape.rows)
-    sets = max(2, math.ceil(DISTINCT_BYTES / shape.kv_bytes))
-    launches = launches_for(shape)
+    sets, launches = num_sets(shape), launches_for(shape)
     keys = jax.random.split(key, 3 * max(sets, launches))
     kv = (batch, kv_len, shape.num_kv_heads, shape.head_dim)
     ks = [random_array(keys[3 * i], kv) for i in range(sets)]
@@ -172,10 +198,10 @@ def time_cudnn(shape: Shape, key) -> float | None:
 
 
 def ceilings(key) -> dict[str, float]:
-    """Copy rate (bytes read and written) and bf16 product rate of this card, now."""
+    """Copy rate (bytes read and written; the better of two ways) and bf16 product rate of this card, now."""
     x = [random_array(k, (1 << 30,)) for k in jax.random.split(key, 2)]
     copy = jax.jit(lambda x: [lax.optimization_barrier(a) + jnp.bfloat16(0) for a in x])
-    copy_s = seconds_each(copy, 2, x)
+    copy_s = min(seconds_each(copy, 2, x), seconds_each(lambda x: [jnp.copy(a) for a in x], 2, x))
     n = 8192
     a, b = (random_array(k, (n, n)) for k in jax.random.split(key, 2))
     others = [a * (1 + i / 64) for i in range(8)]
@@ -240,59 +266,48 @@ def describe(shape: Shape, error: float, **more) -> dict:
     }
 
 
-def run_case(name: str, shape: Shape, rates: dict[str, float], report: Report, cudnn: bool) -> None:
-    rng, key = np.random.default_rng(len(name)), jax.random.key(len(name))
-    pages, num_pages = make_pages(shape, rng)
-    plan = make_plan(shape, pages)
-    sets = max(2, math.ceil(DISTINCT_BYTES / shape.kv_bytes))
-    keys = jax.random.split(key, 2 * sets + 1)
-    pool = (num_pages, 2, shape.num_kv_heads, shape.page_size, shape.head_dim)
-    pools = [random_array(k, pool) for k in keys[:sets]]
-    qs = [random_array(k, (padded_tokens(shape), shape.num_heads, shape.head_dim)) for k in keys[sets:-1]]
-    out = attend(qs[0], pools[0], plan)
-    error = relative_error(shape, out, qs[0], pools[0], pages)
-    same = bool(jnp.array_equal(out, attend(qs[0], pools[0], plan)))
+def groups_of(name: str, shape: Shape) -> list[Shape]:
+    """The batches that a mixed one is compared with: its kinds of rows apart, no pages shared."""
+    if name not in MIXED:
+        return []
+    first = shape.rows[0]
+    kinds = [tuple(row for row in shape.rows if (row == first) == same) for same in (True, False)]
+    return [Shape(rows=rows, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads) for rows in kinds]
+
+
+def run_case(
+    name: str, kernel: Kernel, groups: list[Kernel], rates: dict[str, float], report: Report, cudnn: bool
+) -> None:
+    shape, key = kernel.shape, jax.random.key(len(name))
+    queries, pools = kernel.inputs(key)
+    out = kernel.many(queries, pools, kernel.plan)[0]
+    error = relative_error(shape, out, queries[0], pools[0], kernel.pages)
+    same = bool(jnp.array_equal(out, kernel.many(queries, pools, kernel.plan)[0]))
     if not error < MAX_ERROR or not same:
         print(f"{name}: relative error {error}, same again: {same}", flush=True)
     del out
-    seconds = time_kernel(shape, qs, pools, plan)
+    seconds = kernel.seconds(queries, pools)
     more = {"device_us": round(seconds * 1e6, 2)}
-    if name in DECODE:
-        gb = shape.kv_bytes / seconds / 1e9
-        report.add(
-            name,
-            "kv_bandwidth",
-            gb,
-            "GB/s",
-            rates["copy"] / 1e9,
-            gb * 1e9 / rates["copy"],
-            **describe(shape, error, **more),
-        )
-        return
-    peer = time_cudnn(shape, keys[-1]) if cudnn else None
     tflops = shape.flops / seconds / 1e12
-    if peer is not None:
-        more["cudnn_contiguous_us"] = round(peer * 1e6, 2)
-        ceiling, ratio = shape.flops / peer / 1e12, peer / seconds
+    if name in DECODE:
+        gb, copy = shape.kv_bytes / seconds / 1e9, rates["copy"] / 1e9
+        report.add(name, "kv_bandwidth", gb, "GB/s", copy, gb / copy, **describe(shape, error, **more))
+    elif groups:
+        del queries, pools
+        apart = sum(group.seconds(*group.inputs(key)) for group in groups)
+        more |= {"apart_us": round(apart * 1e6, 2), "tflops": round(tflops, 1)}
+        micros = seconds * 1e6
+        report.add(name, "time", micros, "us", apart * 1e6, apart / seconds, **describe(shape, error, **more))
     else:
-        ceiling, ratio = rates["matmul"] / 1e12, shape.flops / seconds / rates["matmul"]
-    if name in MIXED:
-        groups = [tuple(row for row in shape.rows if (row[0] == 1) == one) for one in (True, False)]
-        if name.startswith("gap"):
-            groups = [shape.rows[0::2], shape.rows[1::2]]
-        apart = 0.0
-        for rows in groups:
-            part = Shape(rows=rows, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
-            own_pages, _ = make_pages(part, rng)
-            part_qs = [q[: padded_tokens(part)] for q in qs]
-            apart += time_kernel(part, part_qs, pools, make_plan(part, own_pages))
-        more["apart_us"] = round(apart * 1e6, 2)
-        more["tflops"] = round(tflops, 1)
+        ceiling = rates["matmul"] / 1e12
+        more["of_matmul"] = round(tflops / ceiling, 4)
+        if cudnn:
+            peer = time_cudnn(shape, key)
+            more["cudnn_contiguous_us"] = round(peer * 1e6, 2)
+            ceiling = shape.flops / peer / 1e12
         report.add(
-            name, "time", seconds * 1e6, "us", apart * 1e6, apart / seconds, **describe(shape, error, **more)
+            name, "rate", tflops, "TFLOP/s", ceiling, tflops / ceiling, **describe(shape, error, **more)
         )
-        return
-    report.add(name, "rate", tflops, "TFLOP/s", ceiling, ratio, **describe(shape, error, **more))
 
 
 def main() -> None:
@@ -304,16 +319,29 @@ def main() -> None:
     parser.add_argument("--no-cudnn", action="store_true", help="leave the peer out")
     args = parser.parse_args()
     report = Report(Path(args.out), "python -m benchmarks.kernels.attention " + " ".join(sys.argv[1:]))
+    names = [name for name in SHAPES if any(word in name for word in args.only.split(","))]
+    start = time.perf_counter()
+    with ThreadPoolExecutor(8) as pool:
+        compiled = {
+            name: [
+                pool.submit(Kernel, shape, seed)
+                for seed, shape in enumerate([SHAPES[name], *groups_of(name, SHAPES[name])])
+            ]
+            for name in names
+        }
+        for futures in compiled.values():
+            for future in futures:
+                future.exception()
+    print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
     rates = ceilings(jax.random.key(0))
-    print({name: f"{rate / 1e12:.3f} T/s" for name, rate in rates.items()}, flush=True)
     report.add("ceiling_copy", "bandwidth", rates["copy"] / 1e9, "GB/s", None, None)
     report.add("ceiling_matmul", "rate", rates["matmul"] / 1e12, "TFLOP/s", None, None)
-    for name, shape in SHAPES.items():
-        if any(word in name for word in args.only.split(",")):
-            try:
-                run_case(name, shape, rates, report, not args.no_cudnn)
-            except Exception as error:  # noqa: BLE001 one case must not cost the others
-                print(f"{name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+    for name in names:
+        try:
+            kernel, *groups = [future.result() for future in compiled[name]]
+            run_case(name, kernel, groups, rates, report, not args.no_cudnn)
+        except Exception as error:  # noqa: BLE001 one case must not cost the others
+            print(f"{name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
 
 
 if __name__ == "__main__":
