@@ -1,0 +1,56 @@
+"""Write the README's table of measured results from `benchmarks/results/*.jsonl`.
+
+    python benchmarks/readme_table.py
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+ROWS = (
+    ("turns", "sharegpt_turn5on", "time_to_first_token_share", "Time to first token at turn 5 and later, real conversations, against the same engine without kept state"),
+    ("turns", "sharegpt_all", "tokens_computed", "Context tokens computed for the same conversations (stateless beside it)"),
+    ("cache", "plan_20000x1000000_512running_retention-value", "plan_median_ms", "Planning a step: 20,000 conversations, a million chunks, 512 running, evicting at every step (bar beside it)"),
+    ("cache", "plan_20000x1000000_512running_retention-value", "bytes_per_chunk", "Memory of the cache's books"),
+)  # fmt: skip
+"""(bench, case, metric, what it is)."""
+
+
+def results() -> Iterator[dict]:
+    """All results that are kept."""
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+def table() -> str:
+    """The table as Markdown; rows without a result are left out."""
+    known = {(r["bench"], r["case"], r["metric"]): r for r in results()}
+    lines = ["| what | measured | beside it | on |", "|---|---|---|---|"]
+    for bench, case, metric, what in ROWS:
+        result = known.get((bench, case, metric))
+        if result is not None:
+            unit = "" if result["unit"] == "1" else f" {result['unit']}"
+            beside = "" if result["ceiling"] is None else f"{_figure(result['ceiling'])}{unit}"
+            lines.append(f"| {what} | {_figure(result['value'])}{unit} | {beside} | {result['device']} |")
+    return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def main() -> None:
+    """Replace what stands between the markers."""
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    readme.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
