@@ -8,8 +8,6 @@ narrow item both have the same few rows and take every other block. A small seco
 that the schedule cut.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,28 +20,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.errors import UnsupportedInputError
+from pallas_kernels.multi_token_attention.mosaic_common import LOG2E, NEVER, KernelShape, aligned
+from pallas_kernels.multi_token_attention.mosaic_merge import merge_parts
 from pallas_kernels.multi_token_attention.plan import AttentionPlan
 from pallas_kernels.multi_token_attention.schedule import (
     ALIGN,
     BLOCK_KV,
     ITEM_FIELDS,
-    MERGE_FIELDS,
     PARTIAL,
     TILE_Q,
     WIDE,
     Schedule,
-    narrow_stride,
 )
 
 NUM_SLOTS = 5
 """Slots of the ring, each a block of K or of V. With queries and outputs they fill the shared memory."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 """Registers of a thread after the split: 2 x 232 + 40 make the 3 x 168 that the CTA starts with."""
-PARTS_AT_ONCE = 4
-"""Parts that the merge kernel loads together."""
-NEVER = -1e30
-"""Start of the running maximum: finite, so that a row that sees no key yet stays free of NaN."""
-LOG2E = math.log2(math.e)
 BY_ONE = ("other_may_write", "other_wrote", "other_was_read")
 """Barriers at which one consumer arrives. Barriers of a kind are one array: each array takes registers."""
 BY_BOTH = ("queries_used", "turn", "cleared")
@@ -52,37 +45,6 @@ WGMMA = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 WIDE_ACCESS = plgpu.Layout.WGMMA_UPCAST_4X
 """16 bytes of a row for each thread: fewer addresses than in the layout of products."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """What a kernel is compiled for."""
-
-    dtype: Any
-    head_dim: int
-    group: int
-    page_size: int
-    scale: float
-    logit_soft_cap: float | None
-    sliding_window: int | None
-    interpret: Any
-
-    @property
-    def stride(self) -> int:
-        return narrow_stride(self.group)
-
-    @property
-    def narrow_tokens(self) -> int:
-        return TILE_Q // self.stride
-
-    @property
-    def pages_per_block(self) -> int:
-        return max(1, BLOCK_KV // self.page_size)
-
-    @property
-    def paired(self) -> bool:
-        """Whether the consumers of a wide item have two heads (and not two runs of tokens)."""
-        return self.group % 2 == 0
 
 
 @partial(
@@ -145,24 +107,23 @@ def attention_mosaic(
     made_for = (schedule.num_heads, schedule.num_kv_heads, schedule.max_tokens)
     need((num_heads, num_kv_heads, num_tokens) == made_for, "plan", f"heads, tokens {made_for}", "those of q")
     q = jnp.pad(q, ((0, -num_tokens % ALIGN), (0, 0), (0, 0)))
-    shape = _Shape(
+    shape = KernelShape(
         dtype=q.dtype,
         head_dim=head_dim,
         group=group,
         page_size=page_size,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
-        sliding_window=sliding_window,
         interpret=interpret,
     )
     out, part_out, part_lse = _attention_call(shape, schedule, q, kv_pages, jnp.asarray(plan.page_table))
     out_ref = jax.new_ref(out)
-    _merge_call(shape, schedule, part_out, part_lse, out_ref)
+    merge_parts(shape, schedule, part_out, part_lse, out_ref)
     return jax.freeze(out_ref)[:num_tokens]
 
 
 def _attention_call(
-    shape: _Shape, schedule: Schedule, q: jax.Array, kv_pages: jax.Array, page_table: jax.Array
+    shape: KernelShape, schedule: Schedule, q: jax.Array, kv_pages: jax.Array, page_table: jax.Array
 ) -> list[jax.Array]:
     """The output but for the items that were cut, and their parts with the log-sum-exp of their scores."""
     dtype, head_dim = shape.dtype, shape.head_dim
@@ -202,18 +163,14 @@ def _attention_call(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        **_interpreted(shape),
+        **shape.interpreted,
     )
     by_head = q.reshape(-1, shape.head_dim)
     return kernel(schedule.cta_begin, schedule.items, page_table, q, by_head, kv_pages)
 
 
-def _interpreted(shape: _Shape) -> dict[str, Any]:
-    return {} if shape.interpret is None else {"interpret": shape.interpret}
-
-
 def _attention_kernel(
-    shape: _Shape,
+    shape: KernelShape,
     cta_begin: Any,
     items: Any,
     page_table: Any,
@@ -232,22 +189,31 @@ def _attention_kernel(
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     first, last = cta_begin[cta], cta_begin[cta + 1]
 
+    def each_item(run: Callable[[jax.Array, _Item, jax.Array], jax.Array]) -> jax.Array:
+        """Run over this CTA's items with the ring slots filled before each; those filled in the end."""
+
+        def step(i: jax.Array, filled: jax.Array) -> jax.Array:
+            item = _Item(**{name: items[i, column] for column, name in enumerate(ITEM_FIELDS)})
+            return run(i, item, filled)
+
+        return lax.fori_loop(first, last, step, jnp.int32(0))
+
     @pl.when(warpgroup == 2)
     def _produce() -> None:
         if shape.interpret is None:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         producer = _Producer(shape, page_table, q, q_by_head, kv_pages, scratch)
 
-        @pl.when(last > first)
-        def _any() -> None:
-            def run(i: jax.Array, carry: tuple[jax.Array, _Item, list[jax.Array]]) -> Any:
-                following = _read_item(items, jnp.minimum(i + 1, last - 1))
-                return producer.load(*carry, following, i > first)
+        def run(i: jax.Array, item: _Item, filled: jax.Array) -> jax.Array:
+            # The first block of keys goes ahead of the queries, whose place is free only after the last of
+            # the item before.
+            second = jnp.minimum(item.begin + 1, item.end)
+            filled = producer.load_blocks(item, item.begin, second, filled)
+            producer.load_queries(item, i > first)
+            return producer.load_blocks(item, second, item.end, filled)
 
-            item = _read_item(items, first)
-            start = (jnp.int32(0), item, producer.pages_of(item, item.begin))
-            filled, _, _ = lax.fori_loop(first, last, run, start)
-            producer.drain(filled)
+        filled = each_item(run)
+        pl.when(last > first)(lambda: producer.drain(filled))
 
     @pl.when(warpgroup < 2)
     def _consume() -> None:
@@ -255,27 +221,28 @@ def _attention_kernel(
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         consumer = _Consumer(shape, warpgroup, out, part_out, part_lse, scratch)
 
-        def run(i: jax.Array, filled: jax.Array) -> jax.Array:
-            item = _read_item(items, i)
+        def run(i: jax.Array, item: _Item, filled: jax.Array) -> jax.Array:
             # One choice of queries for both kinds: their addresses then hold registers only once.
             queries = scratch["queries"].at[jnp.where(item.kind == WIDE, warpgroup, 0)]
             pl.when(item.kind == WIDE)(lambda: consumer.wide(item, filled, queries))
             pl.when(item.kind != WIDE)(lambda: consumer.narrow(item, filled, queries))
             return filled + 2 * (item.end - item.begin)
 
-        lax.fori_loop(first, last, run, jnp.int32(0))
+        each_item(run)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _read_item(items: Any, i: jax.Array) -> _Item:
-    return _Item(**{name: items[i, column] for column, name in enumerate(ITEM_FIELDS)})
 
 
 class _Producer:
     """Copies queries and KV into shared memory, as far ahead of the consumers as the ring allows."""
 
     def __init__(
-        self, shape: _Shape, page_table: Any, q: Any, q_by_head: Any, kv_pages: Any, scratch: dict[str, Any]
+        self,
+        shape: KernelShape,
+        page_table: Any,
+        q: Any,
+        q_by_head: Any,
+        kv_pages: Any,
+        scratch: dict[str, Any],
     ) -> None:
         self.shape, self.page_table, self.q, self.q_by_head = shape, page_table, q, q_by_head
         self.kv_pages, self.scratch = kv_pages, scratch
@@ -299,59 +266,41 @@ class _Producer:
         def _narrow() -> None:
             for i in range(shape.narrow_tokens):
                 token = item.token + jnp.minimum(i, item.stop - 1)
-                line = pl.multiple_of(_aligned(token * self.q.shape[1] + item.head), ALIGN)
+                line = pl.multiple_of(aligned(token * self.q.shape[1] + item.head), ALIGN)
                 plgpu.copy_gmem_to_smem(
                     self.q_by_head.at[pl.ds(line, shape.stride)],
                     queries.at[0, pl.ds(i * shape.stride, shape.stride)],
                     self.scratch["narrow_queries"],
                 )
 
-    def load(
-        self, filled: jax.Array, item: _Item, pages: list[jax.Array], following: _Item, not_first: jax.Array
-    ) -> tuple[jax.Array, _Item, list[jax.Array]]:
-        """Load an item, given the pages of its first block; returns the same for the item that follows.
-
-        What the schedule and the page table say is read well before it's needed: with the memory busy, a
-        read takes as long as a block.
-        """
-
-        def step(block: jax.Array, carry: tuple[jax.Array, list[jax.Array]]) -> Any:
-            filled, pages = carry
-            ahead = self.pages_of(item, block + 1)
-            return self.load_block(item, pages, filled), ahead
-
-        # The first block goes ahead of the queries, whose place is free only after the item before.
-        state = step(item.begin, (filled, pages))
-        self.load_queries(item, not_first)
-        last = item.end - 1
-        filled, pages = lax.fori_loop(item.begin + 1, last, step, state)
-        following_pages = self.pages_of(following, following.begin)
-        filled = lax.cond(last > item.begin, lambda: self.load_block(item, pages, filled), lambda: filled)
-        return filled, following, following_pages
-
-    def pages_of(self, item: _Item, block: jax.Array) -> list[jax.Array]:
-        """The pages of a block of keys; past the row's last page they are the last again."""
+    def load_blocks(self, item: _Item, begin: jax.Array, end: jax.Array, filled: jax.Array) -> jax.Array:
+        """K and V of the item's blocks into the next slots; pages past the row's last are the last again."""
         pages_per_block = self.shape.pages_per_block
         last_page = lax.div(item.kv_len - 1, jnp.int32(self.shape.page_size))
-        return [
-            self.page_table[item.row, jnp.minimum(block * pages_per_block + i, last_page)]
-            for i in range(pages_per_block)
-        ]
+        ring, loaded, used = self.scratch["ring"], self.scratch["loaded"], self.scratch["used"]
 
-    def load_block(self, item: _Item, pages: list[jax.Array], filled: jax.Array) -> jax.Array:
-        """K and V of a block into the next two slots."""
-        page_size = self.shape.page_size
-        for which in range(2):
-            slot = lax.rem(filled + which, jnp.int32(NUM_SLOTS))
-            used, loaded = self.scratch["used"].at[slot], self.scratch["loaded"].at[slot]
-            pl.when(filled + which >= NUM_SLOTS)(partial(plgpu.barrier_wait, used))
-            for i, page in enumerate(pages):
-                plgpu.copy_gmem_to_smem(
-                    self.kv_pages.at[page, which, item.kv_head],
-                    self.scratch["ring"].at[slot, pl.ds(i * page_size, page_size)],
-                    loaded,
-                )
-        return filled + 2
+        def pages_of(block: jax.Array) -> list[jax.Array]:
+            return [
+                self.page_table[item.row, jnp.minimum(block * pages_per_block + i, last_page)]
+                for i in range(pages_per_block)
+            ]
+
+        def load(block: jax.Array, carry: tuple[jax.Array, list[jax.Array]]) -> Any:
+            filled, pages = carry
+            following = pages_of(block + 1)
+            for which in range(2):
+                slot = lax.rem(filled + which, jnp.int32(NUM_SLOTS))
+                pl.when(filled + which >= NUM_SLOTS)(partial(plgpu.barrier_wait, used.at[slot]))
+                for i, page in enumerate(pages):
+                    plgpu.copy_gmem_to_smem(
+                        self.kv_pages.at[page, which, item.kv_head],
+                        ring.at[slot, pl.ds(i * self.shape.page_size, self.shape.page_size)],
+                        loaded.at[slot],
+                    )
+            return filled + 2, following
+
+        filled, _ = lax.fori_loop(begin, end, load, (filled, pages_of(begin)))
+        return filled
 
     def drain(self, filled: jax.Array) -> None:
         """Wait until everything was used: no barrier may be in use when the CTA ends."""
@@ -367,7 +316,7 @@ class _Consumer:
 
     def __init__(
         self,
-        shape: _Shape,
+        shape: KernelShape,
         index: jax.Array,
         out: Any,
         part_out: Any,
@@ -537,7 +486,7 @@ class _Consumer:
                 @pl.loop(0, item.stop)
                 def _store(i: jax.Array) -> None:
                     line = (item.token + i) * self.out.shape[1] + item.head
-                    row = i * stride + line - _aligned(line)
+                    row = i * stride + line - aligned(line)
                     plgpu.copy_smem_to_gmem(
                         self.out_plain.at[0, pl.ds(row, shape.group)],
                         self.out.at[item.token + i, pl.ds(item.head, shape.group)],
@@ -627,15 +576,11 @@ class _Consumer:
         plgpu.barrier_arrive(self.scratch["queries_used"])
 
 
-def _part_of(shape: _Shape, item: _Item, consumer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+def _part_of(shape: KernelShape, item: _Item, consumer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """First token and head of one consumer's part of a wide item."""
     if shape.paired:
         return pl.multiple_of(item.token, ALIGN), item.head + consumer
     return pl.multiple_of(item.token + consumer * TILE_Q, ALIGN), item.head
-
-
-def _aligned(line: jax.Array) -> jax.Array:
-    return lax.div(line, jnp.int32(ALIGN)) * ALIGN
 
 
 def _start(head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -657,81 +602,3 @@ def _normalised(output: jax.Array, total: jax.Array) -> jax.Array:
 def _soft_capped(x: jax.Array) -> jax.Array:
     """tanh to full precision; the hardware's own is good to 11 bits."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
-
-
-def _merge_call(
-    shape: _Shape, schedule: Schedule, part_out: jax.Array, part_lse: jax.Array, out: Any
-) -> None:
-    """Join the parts of each item that was cut and store them in `out`."""
-    at_once = max(1, 128 // shape.head_dim)
-    kernel = plgpu.kernel(
-        partial(_merge_kernel, shape, at_once),
-        out_type=(),
-        grid=(schedule.merges.shape[0], -(-shape.group // at_once)),
-        grid_names=("merge", "heads"),
-        scratch_types={"line": plgpu.SMEM((at_once * shape.head_dim,), shape.dtype)},
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        **_interpreted(shape),
-    )
-    kernel(schedule.merges, part_out.reshape(schedule.max_parts, -1), part_lse, out)
-
-
-def _merge_kernel(
-    shape: _Shape, at_once: int, merges: Any, parts: Any, lse: Any, out: Any, line: Any
-) -> None:
-    """One head (two of 64) of each token of one item: its parts weighted by their share of the total."""
-    merge, heads = lax.axis_index("merge"), lax.axis_index("heads")
-    count, first, head, token, num_tokens = (merges[merge, i] for i in range(len(MERGE_FIELDS)))
-    width = at_once * shape.head_dim
-
-    @pl.when(count > 0)
-    def _merge() -> None:
-        @pl.loop(0, num_tokens)
-        def _token(i: jax.Array) -> None:
-            line_of_token = (token + i) * out.shape[1] + head
-            row = i * shape.stride + line_of_token - _aligned(line_of_token) + heads * at_once
-
-            def add(step: jax.Array, state: tuple[jax.Array, list[jax.Array], list[jax.Array]]) -> Any:
-                output, peaks, totals = state
-                # All loads of a step are under way together; past the last part they repeat it, and count 0.
-                part = [step * PARTS_AT_ONCE + n for n in range(PARTS_AT_ONCE)]
-                place = [first + jnp.minimum(p, count - 1) for p in part]
-                values = [parts[p, pl.ds(row * shape.head_dim, width)] for p in place]
-                sums = [[lse[p, row + k] for k in range(at_once)] for p in place]
-                sums = [
-                    [jnp.where(p < count, x, NEVER) for x in some] for p, some in zip(part, sums, strict=True)
-                ]
-                new_peaks = [functools.reduce(jnp.maximum, x) for x in zip(peaks, *sums, strict=True)]
-                fades = [jnp.exp2(a - b) for a, b in zip(peaks, new_peaks, strict=True)]
-                output = output * _each_head(fades, width)
-                totals = [a * b for a, b in zip(totals, fades, strict=True)]
-                for some, value in zip(sums, values, strict=True):
-                    weights = [jnp.exp2(a - b) for a, b in zip(some, new_peaks, strict=True)]
-                    output += value * _each_head(weights, width)
-                    totals = [a + b for a, b in zip(totals, weights, strict=True)]
-                return output, new_peaks, totals
-
-            zero = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), plgpu.Layout.WG_STRIDED((width,), 1))
-            steps = lax.div(count + PARTS_AT_ONCE - 1, jnp.int32(PARTS_AT_ONCE))
-            start = (zero, [jnp.float32(NEVER)] * at_once, [jnp.float32(0)] * at_once)
-            output, _, totals = lax.fori_loop(0, steps, add, start)
-            line[...] = (output / _each_head(totals, width)).astype(shape.dtype)
-            plgpu.commit_smem()
-            for k in range(at_once):
-                h = heads * at_once + k
-
-                @pl.when(h < shape.group)
-                def _store(h: jax.Array = h, k: int = k) -> None:
-                    part_of_line = line.at[pl.ds(k * shape.head_dim, shape.head_dim)]
-                    plgpu.copy_smem_to_gmem(part_of_line, out.at[token + i, head + h])
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _each_head(values: list[jax.Array], width: int) -> jax.Array:
-    """One value for each head of a line."""
-    if len(values) == 1:
-        return values[0]
-    layout = plgpu.Layout.WG_STRIDED((width,), 1)
-    column = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
-    return jnp.where(column < width // 2, values[0], values[1])

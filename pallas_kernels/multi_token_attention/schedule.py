@@ -84,7 +84,7 @@ class Schedule:
 
 
 def narrow_stride(group: int) -> int:
-    """Query rows of one token of a narrow item: the aligned groups of 8 that can hold the heads of a group."""
+    """Query rows of one token of a narrow item: the aligned rows that can hold the heads of a group."""
     return -(-(ALIGN - math.gcd(ALIGN, group) + group) // ALIGN) * ALIGN
 
 

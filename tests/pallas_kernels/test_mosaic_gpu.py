@@ -1,4 +1,4 @@
-"""The Hopper kernel on a GPU, against the float32 reference: fresh random batches, NaN in every unused slot."""
+"""The Hopper kernel on a GPU against the float32 reference: fresh random batches, NaN in unused slots."""
 
 import jax
 import jax.numpy as jnp

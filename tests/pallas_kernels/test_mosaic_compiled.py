@@ -1,0 +1,38 @@
+"""The Hopper kernel compiled ahead of time for an H200: every named shape, on a machine without a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.multi_token_attention.shapes import SHAPES
+
+ROOT = Path(__file__).parents[2]
+PARTS = ROOT / ".cache" / "aot"
+OTHERS = ["d64_odd_group", "page_16", "page_64", "page_128"]
+SPILLED_BYTES = 160
+"""Addresses of barriers and the like, kept in local memory outside the loops over keys."""
+
+pytestmark = pytest.mark.skipif(
+    not (PARTS / "jax_plugins").is_dir(),
+    reason="needs the compiler: pip install --no-deps --target .cache/aot -r requirements/aot.txt",
+)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_compiles_within_the_limits(half):
+    cases = [*SHAPES, *OTHERS][half::2]
+    script = Path(__file__).parent / "compile_for_h200.py"
+    done = subprocess.run(
+        [sys.executable, script, PARTS, *cases], capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [result["case"] for result in results] == cases
+    for result in results:
+        # Shared memory over the limit would have been refused.
+        assert len(result["spilled_bytes"]) == 2 and max(result["spilled_bytes"]) <= SPILLED_BYTES, result
+        assert not result["serialized"], result
+        assert result["temp_bytes"] < 12e6, result
