@@ -14,8 +14,14 @@ from pensieve_jax.simulator.plot import write_plot
 from pensieve_jax.simulator.sweep import grid, run_sweep
 
 MODEL = "llama2-13b-kv10"
-THINK_TIMES_S = (30.0, 60.0, 120.0, 300.0, 600.0)
-RATES = (3.0, 4.0, 5.5)
+RATES = {
+    30.0: (3.0, 4.0, 5.5),
+    60.0: (4.0, 5.5),
+    120.0: (4.0, 5.5),
+    300.0: (4.0, 5.5, 7.5),
+    600.0: (4.0, 5.5, 8.0, 11.0),
+}
+"""By think time. Long ones take higher rates to the same load, since many turns come after the end."""
 STATELESS_RATES = (2.0, 2.5, 3.0, 4.0, 5.5)
 LATENCY_S = 0.12
 """Normalized latency at which the paper compares throughput (figure 10)."""
@@ -35,10 +41,10 @@ def points():
         think_time_s=[60.0],
         duration_s=[duration_s(60.0)],
     )
-    for think_time_s in THINK_TIMES_S:
+    for think_time_s, rates in RATES.items():
         chosen += grid(
             model=[MODEL],
-            requests_per_s=RATES,
+            requests_per_s=rates,
             think_time_s=[think_time_s],
             duration_s=[duration_s(think_time_s)],
         )
@@ -90,9 +96,9 @@ def main():
     for row in rows:
         rate = row["requests_per_s"]
         name = f"think{row['think_time_s']:g}" if row["keep_state"] else "stateless"
-        peer = stateless[rate]
+        peer = stateless.get(rate) if row["keep_state"] else None
         for metric, unit in (("normalized_latency_s_mean", "s"), ("served_requests_per_s", "1/s")):
-            value, other = row[metric], peer[metric] if row["keep_state"] else None
+            value, other = row[metric], None if peer is None else peer[metric]
             ratio = None if other is None else (other / value if unit == "s" else value / other)
             case = f"fig15_{name}_rate{rate:g}"
             lines.append(line(case, metric, value, unit, ceiling=other, ratio=ratio, shapes=shapes_of(row)))

@@ -85,7 +85,7 @@ def fig15_points():
                 f"{shapes['think_time_s']:g} s",
                 f"{shapes['offered_requests_per_s']:.2f}",
                 f"{entry['value']:.3f}",
-                f"{entry['ceiling']:.3f}",
+                "-" if entry["ceiling"] is None else f"{entry['ceiling']:.3f}",
                 f"{shapes['recomputed_share']:.2f}",
             )
         )
