@@ -127,9 +127,7 @@ def _attention_call(
 ) -> list[jax.Array]:
     """The output but for the items that were cut, and their parts with the log-sum-exp of their scores."""
     dtype, head_dim = shape.dtype, shape.head_dim
-    swizzle = min(128, head_dim * 2)
-    tiled = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-    exact = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    tiled, exact = _swizzled(dtype), _swizzled(jnp.float32)
     outputs = (
         plgpu.SMEM((2, TILE_Q, head_dim), dtype, transforms=tiled),
         plgpu.SMEM((2, TILE_Q, head_dim), dtype),
@@ -167,6 +165,15 @@ def _attention_call(
     )
     by_head = q.reshape(-1, shape.head_dim)
     return kernel(schedule.cta_begin, schedule.items, page_table, q, by_head, kv_pages)
+
+
+def _swizzled(dtype: Any) -> tuple[Any, ...]:
+    """Tiles of 8 rows of 128 bytes, as the matrix unit and the copy engine want them."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return (
+        plgpu.TilingTransform((ALIGN, columns)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
 
 
 def _attention_kernel(
@@ -506,7 +513,7 @@ class _Consumer:
                     meanwhile()
                 return acc[...]
 
-            scores = pl.run_scoped(product, plgpu.ACC((TILE_Q, BLOCK_KV), jnp.float32))
+            scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_Q, BLOCK_KV), jnp.float32))
         else:
             scores = jnp.dot(queries[...].astype(jnp.float32), keys[...].astype(jnp.float32).T)
             plgpu.commit_smem()
@@ -556,7 +563,7 @@ class _Consumer:
         values = self.slot(slot)
         if self.shape.interpret is None:
             product = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))
-            output = product(plgpu.ACC.init(output))
+            output = product(plgpu.WGMMAAccumulatorRef.init(output))
         else:
             output = output + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32))
             plgpu.commit_smem()

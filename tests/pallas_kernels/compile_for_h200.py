@@ -16,6 +16,7 @@ PARTS, *CASES = sys.argv[1:]
 DUMP = tempfile.mkdtemp()
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes from a cache leaves no report
     "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={PARTS}/nvidia/cu13",
     "MOSAIC_GPU_DUMP_TO": DUMP,
     "MOSAIC_GPU_DUMP_PTXAS": "1",
