@@ -10,7 +10,7 @@ from host_cache.prefix_index import Keys, PrefixIndex
 def test_like_a_dictionary():
     index, rng = PrefixIndex(identity=b"m", page_tokens=4), random.Random(0)
     known = {}
-    for _ in range(20_000):
+    for _ in range(4_000):
         key = rng.randrange(1, 4000).to_bytes(8, "little") * 2
         if rng.random() < 0.6:
             chunk = rng.randrange(10_000)
@@ -18,7 +18,7 @@ def test_like_a_dictionary():
                 index.add(key, chunk)
                 known.setdefault(key, chunk)
         elif known:
-            gone = rng.choice(sorted(known))
+            gone = rng.choice(list(known))
             index.remove(known.pop(gone))
         assert index.find(key) == known.get(key)
     assert len(index) == len(known) > 100
