@@ -92,7 +92,72 @@ def fig15_points():
     return table(head, rows)
 
 
+def policies():
+    head = ("rate", "policy", "host hit rate", "recomputed tokens of a request", "s per output token")
+    rows = []
+    for metrics in entries("policies_").values():
+        hits = metrics["host_hit_rate"]
+        rows.append(
+            (
+                f"{hits['shapes']['rate']:g}",
+                hits["shapes"]["policy"],
+                f"{hits['value']:.3f}",
+                f"{metrics['recomputed_tokens_per_request']['value']:.0f}",
+                f"{metrics['normalized_latency_s_mean']['value']:.3f}",
+            )
+        )
+    return table(head, rows)
+
+
+def share():
+    head = ("system prompts", "hit rate: plain", "share-aware")
+    head += (
+        "recomputed tokens of a request: plain",
+        "share-aware",
+        "s per output token: plain",
+        "share-aware",
+    )
+    rows = []
+    for metrics in entries("share_").values():
+        names = ("hit_rate", "recomputed_tokens_per_request", "normalized_latency_s_mean")
+        hits, tokens, latency = (metrics[name] for name in names)
+        rows.append(
+            (
+                str(hits["shapes"]["prompts"]),
+                f"{hits['ceiling']:.3f}",
+                f"{hits['value']:.3f}",
+                f"{tokens['ceiling']:.0f}",
+                f"{tokens['value']:.0f}",
+                f"{latency['ceiling']:.3f}",
+                f"{latency['value']:.3f}",
+            )
+        )
+    return table(head, rows)
+
+
+def load():
+    head = ("trace", "link, GB/s", "always load", "never load", "by cost", "by cost against the better")
+    rows = []
+    for case, metrics in entries("load_").items():
+        entry = metrics["normalized_latency_s_mean"]
+        shapes = entry["shapes"]
+        rows.append(
+            (
+                case.removeprefix("load_").rpartition("_")[0],
+                f"{shapes['link_gb_s']:g}",
+                f"{shapes['always']:.3f}",
+                f"{shapes['never']:.3f}",
+                f"{entry['value']:.3f}",
+                f"{entry['ratio']:.2f} x",
+            )
+        )
+    return table(head, rows)
+
+
 TABLES = {
+    "policies": policies,
+    "share": share,
+    "load": load,
     "fig14": lambda: fig14("fig14_rate"),
     "fig14_attention2": lambda: fig14("fig14_attention2"),
     "fig14_attention4": lambda: fig14("fig14_attention4"),
