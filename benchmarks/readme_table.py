@@ -16,8 +16,10 @@ ROWS = (
         "turns",
         "sharegpt_turn5on",
         "time_to_first_token_share",
-        "Time to first token at turn 5 and later of real conversations: share of what the same engine takes "
-        "without kept state (bar: a third)",
+        (
+            "Time to first token at turn 5 and later of real conversations: share of what the same engine takes "
+            "without kept state (bar: a third)"
+        ),
     ),
     (
         "turns",
@@ -29,8 +31,10 @@ ROWS = (
         "cache",
         PLANNING,
         "plan_median_ms",
-        "Planning a step with 20,000 conversations and a million chunks known, 512 turns running, evictions "
-        "at every step (bar: 2 ms)",
+        (
+            "Planning a step with 20,000 conversations and a million chunks known, 512 turns running, evictions "
+            "at every step (bar: 2 ms)"
+        ),
     ),
     ("cache", PLANNING, "bytes_per_chunk", "Memory of the cache's books, per chunk (bar: 200)"),
     (

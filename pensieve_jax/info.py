@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from pallas_kernels.multi_token_attention.api import IMPLEMENTATIONS
+from pallas_kernels.multi_token_attention.api import IMPLEMENTATIONS, runs_here
 from pensieve_jax.config import TierConfig
 from pensieve_jax.engine.build import DEVICE_MEMORY_SHARE, tier_sizes
 from pensieve_jax.models import describe_checkpoint
@@ -18,7 +18,7 @@ def machine_facts() -> dict[str, str]:
     """Versions, devices and kernels."""
     devices = jax.local_devices()
     kinds = sorted({device.device_kind for device in devices})
-    first, *others = IMPLEMENTATIONS
+    first, *others = (name for name in IMPLEMENTATIONS if runs_here(name))
     return {
         **{name: package_version(name) for name in PACKAGES},
         "devices": f"{len(devices)} x {', '.join(kinds)} ({devices[0].platform})",
