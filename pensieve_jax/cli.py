@@ -346,6 +346,18 @@ def convert(
     Console().print(f"converted {source} to {dest}", soft_wrap=True, highlight=False)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def simulate(context: typer.Context) -> None:
+    """Replay conversations on a simulated server; `pensieve simulate --help` lists the settings."""
+    from pensieve_jax.simulator.command import simulate as command  # its options need numpy to be listed
+
+    inner = typer.Typer(add_completion=False)
+    inner.command()(_command(command))
+    inner(args=context.args, prog_name="pensieve simulate")
+
+
 @app.command()
 @_command
 def info(checkpoint: Checkpoint = None, debug: Debug = False) -> None:
