@@ -22,7 +22,7 @@ from pensieve_jax.simulator.mooncake import link_requests
 from pensieve_jax.simulator.readers import READERS, estimate_tokens, read_sharegpt
 from pensieve_jax.simulator.synthetic import SyntheticWorkload
 
-SHARED_DATA = Path("/work/shared/data")
+SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
 def conversation(*turns, name="a", **others):
