@@ -23,7 +23,7 @@ test: assets ## run the tests that need no GPU and are not slow
 
 test-gpu: assets ## run the tests that need one GPU
 	@echo "test-gpu: running the tests marked gpu"
-	@$(PY) -m pytest -m "gpu and not slow" $(PYTEST_ARGS)
+	@$(PY) -m pytest -m "(gpu or gpu_kernel) and not slow" $(PYTEST_ARGS)
 
 lint: style types imports ## check style, format, types and import rules
 

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.multi_token_attention import multi_token_attention, plan_attention, reference_attention
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu_kernel
 
 run = jax.jit(multi_token_attention, static_argnames=("implementation", "scale", "logit_soft_cap"))
 
