@@ -93,6 +93,7 @@ class PageMover:
         Raises:
             TransferError: the copy can't be made.
         """
+        slot: list[np.ndarray] | None = None
         try:
             slot, last = self._slot(padded)
             if last is not None:
@@ -109,6 +110,8 @@ class PageMover:
             shape = (padded, *self._global_page_shape(parts[0].shape[1:]))
             staged = jax.make_array_from_single_device_arrays(shape, self._device, parts)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if slot is not None:
+                self._slots.append((slot, None))
             raise TransferError(
                 f"swap-in of {len(host_pages)} pages of layer {layer} failed: {error}"
             ) from error
