@@ -1,6 +1,7 @@
-"""Results as lines of JSON: one home for their form. See the README of `benchmarks/results`."""
+"""Results as lines of JSON: one home for their form. See `benchmarks/results/README.md`."""
 
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -60,14 +61,26 @@ def record(
     }
 
 
-def replace_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Put results into a file, in place of those of the same cases."""
+def replace_records(path: Path, records: Iterable[dict[str, Any]], *, prefix: str | None = None) -> None:
+    """Put results into a file, in place of those of the same cases. What is not a number becomes null.
+
+    Args:
+        path: the file; it is made if it isn't there.
+        records: of `record`.
+        prefix: in place of all cases that begin so; None: of just the cases in `records`.
+    """
     records = list(records)
+    for entry in records:
+        for name in ("value", "ceiling", "ratio"):
+            if entry[name] is not None and math.isnan(entry[name]):
+                entry[name] = None
     cases = {entry["case"] for entry in records}
-    old = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    )
-    kept = [entry for entry in old if entry["case"] not in cases] + records
+
+    def gone(case: str) -> bool:
+        return case in cases if prefix is None else case.startswith(prefix)
+
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [entry for entry in map(json.loads, lines) if not gone(entry["case"])] + records
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
 

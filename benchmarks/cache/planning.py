@@ -151,6 +151,8 @@ def main() -> None:
     parser.add_argument("--policy", default="retention-value")
     parser.add_argument("--steps", type=int, default=2_000)
     args = parser.parse_args()
+    if args.conversations < 2 * RUNNING:
+        parser.error(f"--conversations: got {args.conversations}, expected at least {2 * RUNNING}")
     result = measure(args.conversations, args.chunks, args.policy, args.steps)
     case = f"plan_{args.conversations}x{args.chunks}_{RUNNING}running_{args.policy}"
     print(case, {name: round(value, 3) for name, value in result.items()})
