@@ -64,6 +64,8 @@ class EngineConfig:
     """A second turn of a conversation that has an unfinished one: it waits, or it is refused."""
     execution: Literal["auto", "layered", "resident"] = "auto"
     """How steps without swap-ins run: layer by layer, in one call, or the better for the platform."""
+    batch_invariant: bool = False
+    """A turn's attention is the same bits whatever else runs beside it. Slower."""
     log_path: Path | None = None
     """SQLite file that holds the conversations. None: they are lost with the process."""
     seed: int = 0

@@ -22,7 +22,7 @@ from pensieve_jax.models import checkpoint_fingerprint, load_model, load_tokeniz
 from pensieve_jax.models.end_tokens import end_token_ids
 from pensieve_jax.models.interface import ModelSpec, ServableModel
 from pensieve_jax.parallel import make_mesh
-from pensieve_jax.worker.batch import BatchShapes
+from pensieve_jax.worker.batch import BatchShapes, planned_heads
 from pensieve_jax.worker.worker import Worker, build_worker
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ def build_parts(
         page_tokens=cache_config.page_tokens,
         max_rows=config.scheduler.max_rows,
         max_pages=min(cache_config.pages_for(max_context), cache_config.device_pages),
+        planned_heads=planned_heads(spec, num_shards),
+        batch_invariant=config.batch_invariant,
     )
     try:
         worker = build_worker(

@@ -7,8 +7,9 @@ from functools import partial
 import jax
 import numpy as np
 
-from pallas_kernels.multi_token_attention import AttentionPlan, plan_attention
+from pallas_kernels.multi_token_attention import AttentionPlan, plan_attention, runs_here
 from pensieve_jax.core.plans import Row, SampleRequest
+from pensieve_jax.models.interface import ModelSpec
 
 SMALLEST_PREFILL = 16
 """Tokens of the smallest padded batch that is not all decode rows."""
@@ -47,6 +48,18 @@ class BatchShapes:
     """Rows of a batch at most."""
     max_pages: int
     """Pages of one row at most."""
+    planned_heads: tuple[int, int] | None = None
+    """Query and KV heads on one device, for the work items of the Hopper kernel; None where it isn't run,
+    so that no step plans them for nothing."""
+    batch_invariant: bool = False
+    """Whether a row's attention is the same bits whatever else is in the batch."""
+
+
+def planned_heads(spec: ModelSpec, num_shards: int) -> tuple[int, int] | None:
+    """What `BatchShapes.planned_heads` is for a model on this machine."""
+    if not runs_here("mosaic"):
+        return None
+    return spec.num_heads // num_shards, spec.num_kv_heads // num_shards
 
 
 def bucket(n: int, smallest: int = 1) -> int:
@@ -79,6 +92,7 @@ def pack(rows: Sequence[Row], shapes: BatchShapes) -> tuple[BatchArrays, list[tu
     write_slots = np.zeros(num_tokens, np.int32)
     samples: list[tuple[int, SampleRequest]] = []
     sample_tokens: list[int] = []
+    num_heads, num_kv_heads = shapes.planned_heads or (None, None)
     at = 0
     for row, q_len in zip(rows, q_lens, strict=True):
         here = slice(at, at + q_len)
@@ -105,6 +119,9 @@ def pack(rows: Sequence[Row], shapes: BatchShapes) -> tuple[BatchArrays, list[tu
             max_rows=num_rows,
             max_pages=shapes.max_pages,
             max_tokens=num_tokens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            batch_invariant=shapes.batch_invariant,
         ),
         sample_tokens=padded_samples,
     )
