@@ -1,5 +1,6 @@
-"""Writing new keys and values to their pages, in place."""
+"""Writing new keys and values to their pages, in place; with the rotation before it in the same pass."""
 
-from pallas_kernels.kv_write.api import kv_write
+from pallas_kernels.kv_write.api import kv_write, rotate_and_write
+from pallas_kernels.kv_write.rotary import Rotary
 
-__all__ = ["kv_write"]
+__all__ = ["Rotary", "kv_write", "rotate_and_write"]

@@ -1,10 +1,24 @@
-"""The public function and its XLA path."""
+"""The public functions: check their arguments and pick an implementation."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.errors import UnsupportedInputError
+from pallas_kernels.kv_write.rotary import Rotary
+from pallas_kernels.kv_write.triton import rotate_and_write_triton
+from pallas_kernels.kv_write.xla import kv_write_xla, rotate_and_write_xla
+from pallas_kernels.triton_support import runs_here as triton_runs_here
+
 type Array = jax.Array | np.ndarray
+
+IMPLEMENTATIONS = {"triton": rotate_and_write_triton, "xla": rotate_and_write_xla}
+"""Name -> implementation of `rotate_and_write`, in the order in which they are tried."""
+
+
+def runs_here(implementation: str) -> bool:
+    """Whether the default device, and what is installed, suit the implementation."""
+    return implementation != "triton" or triton_runs_here()
 
 
 def kv_write(kv_pages: jax.Array, k: jax.Array, v: jax.Array, pages: Array, slots: Array) -> jax.Array:
@@ -23,13 +37,107 @@ def kv_write(kv_pages: jax.Array, k: jax.Array, v: jax.Array, pages: Array, slot
     Raises:
         ValueError: shapes or dtypes don't fit together.
     """
-    _, two, num_kv_heads, _, head_dim = kv_pages.shape
+    _check_pool(kv_pages)
+    _, _, num_kv_heads, _, head_dim = kv_pages.shape
     expected = (k.shape[0], num_kv_heads, head_dim)
-    if two != 2 or k.shape != expected or v.shape != expected:
+    if k.shape != expected or v.shape != expected:
         raise ValueError(
             f"k, v: got shapes {k.shape}, {v.shape}, expected {expected} for a pool {kv_pages.shape}"
         )
     if k.dtype != kv_pages.dtype or v.dtype != kv_pages.dtype:
         raise ValueError(f"k, v: got dtypes {k.dtype}, {v.dtype}, expected {kv_pages.dtype} as the pool")
-    kv = jnp.stack([k, v], axis=1)  # [num_tokens, 2, num_kv_heads, head_dim]
-    return kv_pages.at[pages, :, :, slots].set(kv, mode="drop")
+    return kv_write_xla(kv_pages, k, v, pages, slots)
+
+
+def rotate_and_write(
+    kv_pages: jax.Array,
+    qkv: jax.Array | tuple[jax.Array, jax.Array, jax.Array],
+    pages: Array,
+    slots: Array,
+    rotary: Rotary,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """From the projection to the attention in one pass: rotate queries and keys, write keys and values.
+
+    Args:
+        kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim]; in place where it is donated.
+        qkv: the projection's output: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], heads of queries,
+            keys and values in this order; or these three apart.
+        pages: i32[num_tokens]: each token's page; num_pages or more for padding, which writes nowhere.
+        slots: i32[num_tokens]: each token's place in its page.
+        rotary: norms and rotation.
+        implementation: one of `IMPLEMENTATIONS`; None: the first that runs on the default device and takes
+            the input.
+
+    Returns:
+        the queries [num_tokens, num_heads, head_dim], normalised and rotated, and the pool.
+
+    Raises:
+        ValueError: shapes or dtypes don't fit together, or the implementation is unknown.
+        UnsupportedInputError: the named implementation doesn't take the input.
+    """
+    _check_pool(kv_pages)
+    _check_projection(kv_pages, qkv)
+    num_tokens = (qkv[0] if isinstance(qkv, tuple) else qkv).shape[0]
+    if pages.shape != (num_tokens,) or slots.shape != (num_tokens,):
+        raise ValueError(
+            f"pages, slots: got shapes {pages.shape}, {slots.shape}, expected [{num_tokens}] twice"
+        )
+    head_dim = kv_pages.shape[4]
+    half = rotary.cos.shape[-1]
+    if rotary.cos.shape != (num_tokens, half) or rotary.sin.shape != (num_tokens, half):
+        raise ValueError(
+            f"rotary: got shapes {rotary.cos.shape}, {rotary.sin.shape}, expected [{num_tokens}, "
+            "rotary_dim / 2] twice"
+        )
+    if not 0 < 2 * half <= head_dim:
+        raise ValueError(f"rotary: got {half} pairs, expected 1 to {head_dim // 2}")
+    _check_norms(kv_pages, rotary)
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: got {implementation}, expected {', '.join(IMPLEMENTATIONS)}")
+    for name, run in IMPLEMENTATIONS.items():
+        if name != implementation and (implementation is not None or not runs_here(name)):
+            continue
+        try:
+            return run(kv_pages, qkv, pages, slots, rotary)
+        except UnsupportedInputError:
+            if name == implementation:
+                raise
+    raise AssertionError("the XLA path takes every input")
+
+
+def _check_pool(kv_pages: jax.Array) -> None:
+    if kv_pages.ndim != 5 or kv_pages.shape[1] != 2:
+        pool = "[num_pages, 2, num_kv_heads, page_size, head_dim]"
+        raise ValueError(f"kv_pages: got shape {kv_pages.shape}, expected {pool}")
+
+
+def _check_norms(kv_pages: jax.Array, rotary: Rotary) -> None:
+    norms = [norm for norm in (rotary.q_norm, rotary.k_norm) if norm is not None]
+    if len(norms) == 1:
+        raise ValueError("rotary: got one of q_norm and k_norm, expected both or none")
+    for norm in norms:
+        if norm.shape != kv_pages.shape[4:] or norm.dtype != kv_pages.dtype:
+            raise ValueError(
+                f"rotary: got a norm {norm.dtype}{norm.shape}, expected {kv_pages.dtype}{kv_pages.shape[4:]}"
+            )
+
+
+def _check_projection(kv_pages: jax.Array, qkv: jax.Array | tuple[jax.Array, jax.Array, jax.Array]) -> None:
+    _, _, num_kv_heads, _, head_dim = kv_pages.shape
+    parts = qkv if isinstance(qkv, tuple) else (qkv,)
+    shapes = [part.shape for part in parts]
+    if any(len(shape) != 3 or shape[2] != head_dim or shape[0] != shapes[0][0] for shape in shapes):
+        raise ValueError(f"qkv: got shapes {shapes}, expected [num_tokens, heads, {head_dim}]")
+    heads = [shape[1] for shape in shapes]
+    if isinstance(qkv, tuple):
+        num_heads, expected = heads[0], [heads[0], num_kv_heads, num_kv_heads]
+    else:
+        num_heads = heads[0] - 2 * num_kv_heads
+        expected = heads
+    if heads != expected or num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"qkv: got heads {heads}, which don't fit a pool of {num_kv_heads} kv heads")
+    if any(part.dtype != kv_pages.dtype or not jnp.issubdtype(part.dtype, jnp.floating) for part in parts):
+        dtypes = ", ".join(str(part.dtype) for part in parts)
+        raise ValueError(f"qkv: got dtypes {dtypes}, expected {kv_pages.dtype} as the pool")

@@ -23,6 +23,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from pallas_kernels.kv_write import Rotary
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -91,6 +93,28 @@ class LayerContext(Protocol):
 
         Returns:
             [num_tokens, local_heads, head_dim] in the dtype of `q`.
+        """
+        ...
+
+    def rotate_and_attend(
+        self,
+        qkv: jax.Array | tuple[jax.Array, jax.Array, jax.Array],
+        rotary: Rotary,
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+    ) -> jax.Array:
+        """`attend`, with norm and rotation of queries and keys in the same pass as the storing; in its place.
+
+        Args:
+            qkv: the projection's output: [num_tokens, local_heads + 2 * local_kv_heads, head_dim], heads of
+                queries, keys and values in this order; or these three apart.
+            rotary: norms and rotation.
+            scale: as in `attend`.
+            sliding_window: as in `attend`.
+
+        Returns:
+            [num_tokens, local_heads, head_dim] in the dtype of the queries.
         """
         ...
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.kv_write import Rotary
 from pensieve_jax.models.interface import LayerContext
 from pensieve_jax.models.layers import ACTIVATIONS, Linear, LMHead, RMSNorm, TokenEmbedding
 from pensieve_jax.models.llama_config import LlamaConfig
@@ -51,11 +52,17 @@ class LlamaAttention(nnx.Module):
         q = self.q_proj(x, context).reshape(head_shape)
         k = self.k_proj(x, context).reshape(head_shape)
         v = self.v_proj(x, context).reshape(head_shape)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(q, context.positions), self.rope(k, context.positions)
-        attended = context.attend(q, k, v, sliding_window=self.sliding_window)
+        attended = context.rotate_and_attend(
+            (q, k, v), self._rotary(context.positions), sliding_window=self.sliding_window
+        )
         return self.o_proj(attended.reshape(x.shape[0], -1), context)
+
+    def _rotary(self, positions: jax.Array) -> Rotary:
+        cos, sin = self.rope(positions)
+        if self.q_norm is None or self.k_norm is None:
+            return Rotary(cos=cos, sin=sin)
+        scales = self.q_norm.scale[...], self.k_norm.scale[...]
+        return Rotary(cos=cos, sin=sin, q_norm=scales[0], k_norm=scales[1], epsilon=self.q_norm.epsilon)
 
 
 class LlamaMLP(nnx.Module):

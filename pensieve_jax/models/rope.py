@@ -80,21 +80,17 @@ class Rope:
         """Factor of cosine and sine; 1 but for YaRN."""
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate each pair (i, i + head_dim / 2) of every head, in float32.
+    def __call__(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Cosine and sine of the angle of each pair (i, i + head_dim / 2).
 
         Args:
-            x: [num_tokens, heads, head_dim].
             positions: i32[num_tokens].
 
         Returns:
-            The shape and dtype of `x`.
+            twice f32[num_tokens, head_dim / 2].
         """
-        angles = positions.astype(jnp.float32)[:, None, None] * self.inverse_frequencies()
-        cos, sin = jnp.cos(angles) * self.amplitude(), jnp.sin(angles) * self.amplitude()
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return rotated.astype(x.dtype)
+        angles = positions.astype(jnp.float32)[:, None] * self.inverse_frequencies()
+        return jnp.cos(angles) * self.amplitude(), jnp.sin(angles) * self.amplitude()
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:

@@ -36,6 +36,10 @@ class DenseContext:
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         return jnp.einsum("hqk,khd->qhd", weights, v, precision="highest").astype(q.dtype)
 
+    def rotate_and_attend(self, qkv, rotary, **options):
+        q, k, v = qkv
+        return self.attend(rotary(q, rotary.q_norm), rotary(k, rotary.k_norm), v, **options)
+
 
 def run_model(model: ServableModel, token_ids: jax.Array, axis_name: str | None = None) -> jax.Array:
     """i32[T] -> f32[T, vocab]."""

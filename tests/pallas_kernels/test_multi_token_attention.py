@@ -1,13 +1,11 @@
 """The XLA path against the float32 reference over ragged batches."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.kv_write import kv_write
 from pallas_kernels.multi_token_attention import multi_token_attention, plan_attention, reference_attention
 
 
@@ -107,19 +105,3 @@ def test_bad_arguments_are_refused():
         plan_attention(q_lens=[9], kv_lens=[9], pages=[one], **maxima)
     with pytest.raises(ValueError, match="pages"):
         plan_attention(q_lens=[1], kv_lens=[40], pages=[np.zeros(2, np.int32)], **maxima)
-
-
-def test_kv_write_puts_tokens_in_place_and_padding_nowhere():
-    rng = np.random.default_rng(5)
-    pool = rng.standard_normal((4, 2, 2, 8, 4)).astype(np.float32)
-    k, v = rng.standard_normal((2, 3, 2, 4)).astype(np.float32)
-    got = jax.jit(kv_write, donate_argnums=0)(
-        jnp.asarray(pool), k, v, np.array([2, 0, 4]), np.array([7, 0, 3])
-    )
-    want = pool.copy()
-    want[2, 0, :, 7], want[2, 1, :, 7], want[0, 0, :, 0], want[0, 1, :, 0] = k[0], v[0], k[1], v[1]
-    np.testing.assert_array_equal(got, want)
-    with pytest.raises(ValueError, match="dtypes"):
-        kv_write(jnp.asarray(pool), k.astype(np.float16), v, np.zeros(3, int), np.zeros(3, int))
-    with pytest.raises(ValueError, match="shapes"):
-        kv_write(jnp.asarray(pool), k[:, :1], v, np.zeros(3, int), np.zeros(3, int))
