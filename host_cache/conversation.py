@@ -33,7 +33,9 @@ class CachedConversation:
     """Their length in all."""
     priority: float = 1.0
     """Factor on the worth of its chunks."""
-    expires: float | None = None
-    """When its chunks lose all worth; None: never."""
+    time_to_live_s: float | None = None
+    """Its chunks are dropped after so much time without activity; None: never."""
+    looked_at_s: float | None = None
+    """When `Expiry` looks at it next."""
     tickets: list[int] = field(default_factory=lambda: [0, 0, 0])
     """Per order of leaving: marks its valid entry there."""

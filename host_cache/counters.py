@@ -27,6 +27,8 @@ class CacheCounters:
     """Chunks that left the last tier they were in for want of room, or since they are cheap to recompute."""
     pages_reclaimed: int = 0
     """Device pages had without copying, since the host held the chunk already."""
+    conversations_expired: int = 0
+    """Times that a conversation's chunks were dropped at the end of its time to live."""
     failed_swap_ins: int = 0
     failed_swap_outs: int = 0
 

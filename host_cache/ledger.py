@@ -57,6 +57,8 @@ class Ledger:
         """Host page -> its chunk while the copy into it runs; `NONE` once nobody wants it any more."""
         self._loading: dict[int, int] = {}
         """Host page -> its chunk while the copy out of it runs."""
+        self._abandoned: set[PageCopy] = set()
+        """Copies to the device under way whose chunk is gone; both pages are busy until they have ended."""
         self.num_evictable = 0
         """Chunks whose device page can be had at once."""
         self.num_reclaimable = 0
@@ -183,12 +185,17 @@ class Ledger:
 
     def remove(self, chunk: int) -> None:
         """Take a chunk out of both tiers and of all its conversations."""
-        if self.flags[chunk] & LOADING or self.pins[chunk]:
+        if self.pins[chunk]:
             raise IntegrityError(
                 f"chunk {self.index[chunk]} of {self.owner(chunk).id} is removed while in use"
             )
-        self.give_up_host(chunk)
-        self.give_up_device(chunk)
+        if self.flags[chunk] & LOADING:
+            host_page = self.host_page[chunk]
+            del self._loading[host_page]
+            self._abandoned.add(PageCopy(device_page=self.device_page[chunk], host_page=host_page))
+        else:
+            self.give_up_host(chunk)
+            self.give_up_device(chunk)
         for conversation in self.sharers(chunk):
             conversation.chunks[self.index[chunk]] = NONE
         self._sharers.pop(chunk, None)
@@ -243,12 +250,17 @@ class Ledger:
         self._loading[host_page] = chunk
         return PageCopy(device_page=page, host_page=host_page)
 
-    def end_load(self, copy: PageCopy) -> int:
+    def end_load(self, copy: PageCopy) -> int | None:
         """The copy has ended; the host page may be given up again.
 
         Returns:
-            the chunk that was loaded.
+            the chunk that was loaded; None if it was removed meanwhile, and its pages are free now.
         """
+        if copy in self._abandoned:
+            self._abandoned.remove(copy)
+            self._host.release(copy.host_page)
+            self._device.release(copy.device_page)
+            return None
         chunk = self._loading.pop(copy.host_page)
         self._count(chunk, -1)
         self.flags[chunk] &= ~LOADING
@@ -315,6 +327,8 @@ class Ledger:
         device = [self.device_page[c] for c in seen if self.device_page[c] != NONE]
         host = [self.host_page[c] for c in seen if self.host_page[c] != NONE]
         host += [page for page, chunk in self._arriving.items() if chunk == NONE]
+        device += [copy.device_page for copy in self._abandoned]
+        host += [copy.host_page for copy in self._abandoned]
         for pool, owned, tier in ((self._device, device, "device"), (self._host, host, "host")):
             everything = sorted([*owned, *pool.free_pages()])
             _check(everything == list(range(pool.num_pages)), f"{tier} pages are lost or owned twice")

@@ -14,6 +14,7 @@ from host_cache.config import CacheConfig
 from host_cache.conversation import CachedConversation
 from host_cache.counters import CacheCounters
 from host_cache.errors import IntegrityError
+from host_cache.expiry import Expiry
 from host_cache.leaving import LeavingOrder
 from host_cache.ledger import NONE, Ledger
 from host_cache.plan import CachePlan, PageCopy
@@ -64,8 +65,10 @@ class CacheManager:
         self._device_order, self._host_order, self._ahead_order = self._orders
         """Who leaves the device, who leaves the host, who is copied to the host ahead of time."""
         self._conversations: dict[str, CachedConversation] = {}
+        self._expiry = Expiry()
         self._swap_outs: list[PageCopy] = []
-        self._swap_ins: list[PageCopy] = []
+        self._to_warm: list[str] = []
+        """Conversations whose next turn is near, since the last step."""
         self._spare_copies: deque[int] = deque()
         """Chunks of running conversations that may have a copy in the host, which nobody would miss."""
         self._counters = CacheCounters()
@@ -95,6 +98,7 @@ class CacheManager:
             self._cut(conversation, 0)
             for order in self._orders:
                 order.leave(conversation)
+            conversation.time_to_live_s = None
             del self._conversations[conversation_id]
 
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
@@ -107,7 +111,7 @@ class CacheManager:
         A chunk that is only partly within them is not shared: the fork computes those few tokens again.
         """
         source = self._conversations[source_id]
-        new = CachedConversation(new_id, source.tenant, now)
+        new = CachedConversation(new_id, source.tenant, now, time_to_live_s=source.time_to_live_s)
         full = num_tokens // self.config.page_tokens
         for chunk in source.chunks[:full]:
             whole = chunk != NONE and self._ledger.filled[chunk] == self.config.page_tokens
@@ -118,6 +122,7 @@ class CacheManager:
         self._strip(new)
         self._conversations[new_id] = new
         self._enter(new)
+        self._expiry.watch(new)
 
     def clear(self) -> None:
         """Drop everything cached, as after a change of weights. No conversation may be running."""
@@ -137,6 +142,26 @@ class CacheManager:
         conversation.priority = priority
         if not conversation.running:
             self._enter(conversation)
+
+    def set_time_to_live(self, conversation_id: str, seconds: float | None, now: float) -> None:
+        """Drop a conversation's chunks after so much time without activity. It becomes known if it isn't.
+        Forks made later live as long.
+
+        Args:
+            conversation_id: any conversation. While it runs, nothing of it is dropped.
+            seconds: at least 0, counted from its last turn's arrival or end; None: no limit.
+            now: the time.
+        """
+        self.open(conversation_id, now)
+        conversation = self._conversations[conversation_id]
+        conversation.time_to_live_s = seconds
+        self._expiry.watch(conversation)
+
+    def drop_expired(self, now: float) -> None:
+        """Drop the chunks of conversations that are past their time to live. Planning does so by itself."""
+        for conversation in self._expiry.expired(now):
+            self._counters.conversations_expired += 1
+            self._cut(conversation, 0)
 
     # -- a turn ----------------------------------------------------------------------------------
 
@@ -165,6 +190,7 @@ class CacheManager:
             the plan; None if pages are short or a chunk's copy to the host has not ended: nothing changed.
         """
         conversation, ledger = self._idle(conversation_id), self._ledger
+        self.drop_expired(now)
         self._cut(conversation, num_tokens - 1)
         num_keys = len(conversation.keys)
         adopted = self._adopt(conversation, token_ids, num_tokens)
@@ -175,6 +201,7 @@ class CacheManager:
         if short or any(ledger.arriving(chunk) and not ledger.on_device(chunk) for chunk in kept):
             for chunk in adopted:
                 self._detach(chunk, conversation)
+            self._strip(conversation)
             conversation.keys.cut(num_keys)
             return None
         for order in self._orders:
@@ -316,22 +343,22 @@ class CacheManager:
     # -- hints -----------------------------------------------------------------------------------
 
     def warm(self, conversation_id: str) -> int:
-        """A conversation's next turn is near: load what the host has into pages that are free.
+        """A conversation's next turn is near: let `take_swap_ins` load what only the host has, as far as
+        device pages are free then.
 
         Returns:
-            chunks that will be loaded.
+            chunks that could be loaded; 0 if it runs or isn't known.
         """
         conversation = self._conversations.get(conversation_id)
         if conversation is None or conversation.running:
             return 0
-        ledger, loaded = self._ledger, 0
-        for chunk in reversed(conversation.chunks):  # what costs most to recompute first
-            if ledger.num_free_device <= self.config.reserve_pages:
-                break
-            if chunk != NONE and not ledger.on_device(chunk) and not ledger.flags[chunk]:
-                self._swap_ins.append(ledger.start_load(chunk))
-                loaded += 1
-        return loaded
+        could = sum(map(self._could_warm, conversation.chunks))
+        if could:
+            self._to_warm.append(conversation_id)
+        return could
+
+    def _could_warm(self, chunk: int) -> bool:
+        return chunk != NONE and not self._ledger.on_device(chunk) and not self._ledger.flags[chunk]
 
     def release(self, conversation_id: str) -> None:
         """A conversation will hardly come back: its chunks may go at once. Nothing happens if it runs."""
@@ -343,6 +370,7 @@ class CacheManager:
 
     def plan_ahead(self, now: float) -> None:
         """Plan copies to the host while few pages are free or reclaimable (paper 4.3.2)."""
+        self.drop_expired(now)
         target = int(self.config.swap_out_below * self.config.device_pages)
         short = target - self._ledger.num_free_device - self._ledger.num_reclaimable
         short = min(short, self.config.max_swap_outs_per_step)
@@ -361,9 +389,20 @@ class CacheManager:
         return copies
 
     def take_swap_ins(self) -> tuple[PageCopy, ...]:
-        """The copies to the device that hints have caused since the last call, for the next step's plan."""
-        copies, self._swap_ins = tuple(self._swap_ins), []
-        return copies
+        """Start the copies to the device that hints have asked for since the last call, for the next step's
+        plan. They leave the pages alone that running requests may need."""
+        copies, ledger = [], self._ledger
+        for conversation_id in self._to_warm:
+            conversation = self._conversations.get(conversation_id)
+            if conversation is None or conversation.running:
+                continue
+            for chunk in reversed(conversation.chunks):  # what costs most to recompute first
+                if ledger.num_free_device <= self.config.reserve_pages:
+                    break
+                if self._could_warm(chunk):
+                    copies.append(ledger.start_load(chunk))
+        self._to_warm = []
+        return tuple(copies)
 
     def swap_outs_ended(self, copies: Iterable[PageCopy], *, ok: bool) -> None:
         """Note that copies to the host have ended. A failed one leaves its chunk without a host page."""
@@ -392,6 +431,8 @@ class CacheManager:
         """
         for copy in copies:
             chunk = self._ledger.end_load(copy)
+            if chunk is None:
+                continue
             owner = self._ledger.owner(chunk)
             if ok:
                 self._counters.chunks_swapped_in += 1
@@ -488,6 +529,7 @@ class CacheManager:
             self._ledger.unpin(chunk, conversation)
         self._strip(conversation)
         self._enter(conversation)
+        self._expiry.watch(conversation)
         return conversation
 
     def _cut(self, conversation: CachedConversation, num_tokens: int) -> None:

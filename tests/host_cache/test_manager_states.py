@@ -48,6 +48,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.device = {}  # (page, slot) -> identity
         self.host = {}
         self.copying = []  # [(copy, bytes read from the device page)]
+        self.loading = []  # copies to the device that hints have caused
         self.fresh = iter(range(1000, 10**9))
 
     def tick(self):
@@ -56,7 +57,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def step(self, swap_ins=(), failed=False):
         """What a worker does: swap-outs read first, then loads are written."""
-        swap_ins = (*self.manager.take_swap_ins(), *swap_ins)
+        self.end_loads()
         for copy in self.manager.take_swap_outs():
             held = [self.device.get((copy.device_page, slot)) for slot in range(SIZE)]
             self.copying.append((copy, held))
@@ -65,6 +66,14 @@ class ManagerMachine(RuleBasedStateMachine):
                 held = None if failed else self.host.get((copy.host_page, slot))
                 self.device[copy.device_page, slot] = held
         self.manager.swap_ins_ended(swap_ins, ok=not failed)
+
+    def end_loads(self, ok=True):
+        """Copies that hints have caused end: only now is the host page read and the device page written."""
+        for copy in self.loading if ok else ():
+            for slot in range(SIZE):
+                self.device[copy.device_page, slot] = self.host.get((copy.host_page, slot))
+        self.manager.swap_ins_ended(self.loading, ok=ok)
+        self.loading = []
 
     def choose(self, data, names):
         return data.draw(st.sampled_from(sorted(names)))
@@ -96,7 +105,9 @@ class ManagerMachine(RuleBasedStateMachine):
             token_ids=np.array(identities),
         )
         if plan is None:
-            alone = not self.running and not self.copying
+            under_way = self.loading
+            self.step()
+            alone = not self.running and not self.copying and not under_way
             assert not alone, "an idle cache must admit what fits the pool"
             return None
         covered = plan.tokens_from_device + plan.tokens_from_host + sum(b - a for a, b in plan.missing)
@@ -157,6 +168,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 missing.insert(0, (stop, end))
 
     def end(self, name):
+        self.step()
         self.progress(name, 10**9)
         self.tokens[name] = self.running.pop(name)[0]
         self.manager.finish(name, self.tick(), np.array(self.tokens[name]))
@@ -220,16 +232,43 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.forget(name)
 
     @precondition(lambda self: self.idle)
-    @rule(data=st.data(), hint=st.sampled_from(["warm", "release", "priority"]), priority=st.floats(0.1, 10))
+    @rule(data=st.data(), hint=st.sampled_from(["release", "priority"]), priority=st.floats(0.1, 10))
     def hint(self, data, hint, priority):
         name = self.choose(data, self.idle)
-        if hint == "warm":
-            self.manager.warm(name)
-            self.step()
-        elif hint == "release":
+        if hint == "release":
             self.manager.release(name)
         else:
             self.manager.set_priority(name, priority, self.tick())
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data(), start=st.booleans())
+    def warm(self, data, start):
+        """The copies that this causes are under way until the next step: whatever happens to their chunks."""
+        self.manager.warm(self.choose(data, self.idle))
+        if start:
+            self.loading += self.manager.take_swap_ins()
+
+    @precondition(lambda self: self.loading and not self.running)
+    @rule()
+    def fail_loads(self):
+        self.end_loads(ok=False)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), seconds=st.none() | st.integers(0, 40))
+    def set_time_to_live(self, data, seconds):
+        self.manager.set_time_to_live(self.choose(data, self.tokens), seconds, self.tick())
+
+    @rule()
+    def drop_expired(self):
+        """Exactly those that are idle and past their time lose everything."""
+        now = self.tick()
+        known = {name: self.manager._conversations[name] for name in self.tokens}
+        before = {name: list(conversation.chunks) for name, conversation in known.items()}
+        self.manager.drop_expired(now)
+        for name, conversation in known.items():
+            seconds = conversation.time_to_live_s
+            expired = seconds is not None and conversation.last_active + seconds <= now
+            assert list(conversation.chunks) == ([] if expired and name in self.idle else before[name])
 
     @rule()
     def plan_ahead(self):

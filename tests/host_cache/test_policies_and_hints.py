@@ -96,11 +96,14 @@ def test_warm_loads_into_free_pages_only():
     books = cache(device_pages=8, host_pages=8)
     turn(books, "a", range(16))
     turn(books, "b", range(50, 82))  # takes all pages: a is in the host
-    assert books.manager.warm("a") == 0
+    assert books.manager.warm("a") == 4
+    assert books.manager.take_swap_ins() == ()
     books.manager.forget("b")
     assert books.manager.warm("a") == 4
-    books.check()
+    assert books.manager.warm("b") == 0
     copies = books.manager.take_swap_ins()
+    assert len(copies) == 4
+    books.check()
     books.manager.swap_ins_ended(copies, ok=True)
     plan = turn(books, "a", range(18))
     assert (plan.tokens_from_device, plan.tokens_from_host) == (16, 0)
@@ -115,6 +118,67 @@ def test_a_failed_warm_up_is_a_gap():
     books.manager.swap_ins_ended(books.manager.take_swap_ins(), ok=False)
     books.check()
     assert turn(books, "a", range(18)).missing == ((0, 18),)
+
+
+@pytest.mark.parametrize("what", ["release", "forget", "truncate", "time to live"])
+def test_chunks_may_go_while_they_are_loaded(what):
+    """Their pages are free when the copies have ended, and nobody has them before."""
+    books = cache(device_pages=8, host_pages=8)
+    turn(books, "a", range(16))
+    turn(books, "b", range(50, 82))
+    books.manager.forget("b")
+    books.manager.warm("a")
+    copies = books.manager.take_swap_ins()
+    if what == "truncate":
+        books.manager.truncate("a", 0)
+    elif what == "time to live":
+        books.manager.set_time_to_live("a", 0.0, books.now)
+        books.manager.drop_expired(books.now)
+    else:
+        getattr(books.manager, what)("a")
+    books.check()
+    assert books.manager.num_chunks == 0
+    assert books.manager.num_available == 4
+    assert set(books.manager.free_device_pages()).isdisjoint(copy.device_page for copy in copies)
+    books.manager.swap_ins_ended(copies, ok=True)
+    books.check()
+    assert books.manager.num_available == 8
+
+
+def test_a_warm_up_that_waits_for_a_step_keeps_no_page_from_others():
+    books = cache(device_pages=8, host_pages=8)
+    turn(books, "a", range(16))
+    turn(books, "b", range(50, 82))
+    books.manager.forget("b")
+    books.manager.warm("a")
+    assert books.admit("c", 32) is not None
+
+
+def test_state_goes_when_its_time_to_live_is_over_and_never_while_it_runs():
+    books = cache(device_pages=8)
+    manager = books.manager
+    turn(books, "a", range(16))
+    manager.set_time_to_live("a", 10.0, books.now)
+    manager.drop_expired(books.now + 9.9)
+    assert manager.num_chunks == 4
+    manager.touch("a", books.now + 5.0)  # activity puts it off
+    manager.drop_expired(books.now + 14.9)
+    assert manager.num_chunks == 4
+    books.now += 10.0
+    assert books.admit("a", 18) is not None
+    manager.drop_expired(books.now + 100.0)
+    assert manager.num_chunks == 5
+    books.now += 100.0
+    manager.computed("a", 16, 18)
+    manager.finish("a", books.now)
+    manager.fork("a", "b", 16, books.now)  # lives as long
+    manager.set_time_to_live("a", None, books.now)
+    manager.drop_expired(books.now + 10.0)
+    assert (manager.num_chunks, manager.counters.conversations_expired) == (5, 1)
+    manager.set_time_to_live("a", 1.0, books.now)
+    manager.plan_ahead(books.now + 10.0)
+    assert (manager.num_chunks, manager.counters.conversations_expired) == (0, 2)
+    books.check()
 
 
 def test_release_lets_go_at_once_and_priority_keeps():
