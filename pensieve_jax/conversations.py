@@ -1,9 +1,14 @@
-"""Reads real conversations from a file in ShareGPT's format, as a stream.
+"""Reads real conversations from a file in ShareGPT's or UltraChat's format, as a stream.
 
-The file is one JSON list of objects {"id": "QWJhYvA_15", "conversations": [{"from", "value"}, ...]}. Long
-conversations come in several parts, one after another. The number after the last underscore is the index of
-the part's first message in its conversation; a part that begins with an answer repeats the last message of
-the part before it. A file that is cut off at its end is read up to the cut.
+A file in ShareGPT's format is one JSON list of objects
+{"id": "QWJhYvA_15", "conversations": [{"from", "value"}, ...]}. Long conversations come in several parts, one
+after another. The number after the last underscore is the index of the part's first message in its
+conversation; a part that begins with an answer repeats the last message of the part before it. A file that is
+cut off at its end is read up to the cut.
+
+A file in UltraChat's format has a JSON object on each line: {"id": "0", "data": [text, ...]}, the person's
+and the model's texts in turn. The filtered edition's {"prompt_id", "messages": [{"role", "content"}, ...]} is
+read as well.
 """
 
 import json
@@ -99,6 +104,63 @@ class ConversationReader:
                 report.turns += len(turns)
                 yield SourceConversation(id=name, turns=turns)
         logger.info("%s: %s", self.path.name, report)
+
+
+class UltraChatReader:
+    """Iterates over the conversations of one file in UltraChat's format, as `ConversationReader` does.
+
+    Args:
+        path: a JSON-lines file in UltraChat's format, UTF-8.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.report = ReadReport()
+
+    def __iter__(self) -> Iterator[SourceConversation]:
+        """Raises OSError when the file can't be read; anything wrong inside it is counted, not raised."""
+        report = self.report = ReadReport()
+        with self.path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file):
+                if not line.strip():
+                    continue
+                messages = _ultrachat_messages(line)
+                if messages is None:
+                    report.dropped["bad object"] += 1
+                    continue
+                report.objects += 1
+                turns = _turns_of(messages)
+                if isinstance(turns, str):
+                    report.dropped[turns] += 1
+                    continue
+                report.conversations += 1
+                report.turns += len(turns)
+                yield SourceConversation(id=f"ultrachat {number}", turns=turns)
+        logger.info("%s: %s", self.path.name, report)
+
+
+def _ultrachat_messages(line: str) -> list[_Message] | None:
+    """The messages of a line, or None when it isn't of UltraChat's form."""
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError:  # also the last line of a file that is cut off
+        return None
+    if not isinstance(value, dict):
+        return None
+    pairs: list[tuple[object, object]]
+    if isinstance(value.get("data"), list):
+        pairs = [(("human", "gpt")[i % 2], text) for i, text in enumerate(value["data"])]
+    elif isinstance(value.get("messages"), list) and all(isinstance(m, dict) for m in value["messages"]):
+        names = {"user": "human", "assistant": "gpt"}
+        pairs = [(names.get(m.get("role"), m.get("role")), m.get("content")) for m in value["messages"]]
+    else:
+        return None
+    messages = [
+        _Message(role=role, text=text)
+        for role, text in pairs
+        if isinstance(role, str) and isinstance(text, str)
+    ]
+    return messages if len(messages) == len(pairs) else None
 
 
 def read_conversations(
@@ -201,6 +263,11 @@ def _turns(parts: list[_Part]) -> tuple[SourceTurn, ...] | str:
         if messages[part.first_message :] != part.messages[:repeated]:
             return "parts disagree"
         messages += part.messages[repeated:]
+    return _turns_of(messages)
+
+
+def _turns_of(messages: list[_Message]) -> tuple[SourceTurn, ...] | str:
+    """Pairs of questions and answers; a string says why there are none."""
     if not messages:
         return "no messages"
     if messages[-1].role == "human":

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pensieve_jax import conversations
 from pensieve_jax.assets import SHAREGPT
-from pensieve_jax.conversations import ConversationReader, SourceTurn, read_conversations
+from pensieve_jax.conversations import ConversationReader, SourceTurn, UltraChatReader, read_conversations
 
 REAL_FILE = Path(__file__).parent.parent / ".assets" / SHAREGPT.path
 
@@ -146,3 +146,28 @@ def test_real_file_begins_with_long_conversations():
     assert report.cut_characters == 0
     joined = next(c for c in chosen if c.id == "hRPPgZT")
     assert len(joined.turns) == 11
+
+
+def test_ultrachat_lines(tmp_path):
+    lines = [
+        json.dumps({"id": "0", "data": ["q1", "a1", "q2", "a2"]}),
+        json.dumps(
+            {
+                "prompt_id": "x",
+                "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+            }
+        ),
+        json.dumps({"id": "2", "data": ["q1", "a1", "q2"]}),
+        json.dumps({"id": "3", "data": ["q1", 7]}),
+        json.dumps({"id": "4", "data": ["q", " "]}),
+        "[1]",
+        '{"id": "5", "data": ["q", "cut o',
+    ]
+    path = tmp_path / "ultrachat.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    reader = UltraChatReader(path)
+    first, second = list(reader)
+    assert first.turns == (SourceTurn(user="q1", assistant="a1"), SourceTurn(user="q2", assistant="a2"))
+    assert second.turns == (SourceTurn(user="q", assistant="a"),)
+    assert reader.report.dropped == {"bad object": 3, "ends without an answer": 1, "blank message": 1}
+    assert [c.id for c in reader] == ["ultrachat 0", "ultrachat 1"]

@@ -5,18 +5,19 @@ from dataclasses import replace
 
 import numpy as np
 
+from pensieve_jax.conversations import SourceConversation
 from pensieve_jax.simulator.workload import SimConversation
 
 
-def sample_conversations(
-    conversations: Sequence[SimConversation], count: int, seed: int
-) -> list[SimConversation]:
+def sample_conversations[Conversation: (SimConversation, SourceConversation)](
+    conversations: Sequence[Conversation], count: int, seed: int
+) -> list[Conversation]:
     """Draw `count` conversations in random order: none twice before all were drawn once.
 
     A conversation that is drawn again gets an id of its own and shares no more than its prefix.
     """
     rng = np.random.default_rng(seed)
-    drawn: list[SimConversation] = []
+    drawn: list[Conversation] = []
     for repeat in range(-(-count // len(conversations)) if conversations else 0):
         order = rng.permutation(len(conversations))[: count - len(drawn)]
         for index in order.tolist():

@@ -2,12 +2,12 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pensieve_jax.conversations import ConversationReader
+from pensieve_jax.conversations import ConversationReader, SourceConversation, UltraChatReader
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.simulator.mooncake import link_requests
 from pensieve_jax.simulator.workload import PrefixSegment, SimConversation, SimTurn, read_jsonl
@@ -39,6 +39,15 @@ def read_sharegpt(path: Path, count_tokens: CountTokens = estimate_tokens) -> li
         path: a JSON file, see `pensieve_jax.conversations`.
         count_tokens: the length of a message; a tokenizer's is exact.
     """
+    return _counted(ConversationReader(path), count_tokens)
+
+
+def read_ultrachat(path: Path, count_tokens: CountTokens = estimate_tokens) -> list[SimConversation]:
+    """Conversations of a file in UltraChat's format; they have no times. Arguments as of `read_sharegpt`."""
+    return _counted(UltraChatReader(path), count_tokens)
+
+
+def _counted(conversations: Iterable[SourceConversation], count_tokens: CountTokens) -> list[SimConversation]:
     return [
         SimConversation(
             id=conversation.id,
@@ -50,7 +59,7 @@ def read_sharegpt(path: Path, count_tokens: CountTokens = estimate_tokens) -> li
                 for turn in conversation.turns
             ),
         )
-        for conversation in ConversationReader(path)
+        for conversation in conversations
     ]
 
 
@@ -112,6 +121,7 @@ def read_azure(path: Path) -> list[SimConversation]:
 READERS: dict[str, Callable[[Path], list[SimConversation]]] = {
     "jsonl": read_jsonl,
     "sharegpt": read_sharegpt,
+    "ultrachat": read_ultrachat,
     "mooncake": read_mooncake,
     "ragpulse": read_ragpulse,
     "azure": read_azure,

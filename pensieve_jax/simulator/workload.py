@@ -96,7 +96,7 @@ def read_jsonl(path: Path) -> list[SimConversation]:
             if not line.strip():
                 continue
             try:
-                conversations.append(_conversation(json.loads(line)))
+                conversations.append(conversation_of(json.loads(line)))
             except (ValueError, KeyError, TypeError) as error:
                 raise InvalidArgumentError(f"{path.name}, line {number}: {_reason(error)}") from error
     return conversations
@@ -110,14 +110,19 @@ def write_jsonl(path: Path, conversations: Iterable[SimConversation]) -> None:
     """
     with path.open("w", encoding="utf-8") as file:
         for conversation in conversations:
-            file.write(json.dumps(_as_json(conversation)) + "\n")
+            file.write(json.dumps(as_json(conversation)) + "\n")
 
 
 def _reason(error: Exception) -> str:
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def _conversation(value: Any) -> SimConversation:
+def conversation_of(value: Any) -> SimConversation:
+    """A conversation from the value of a line.
+
+    Raises:
+        ValueError, KeyError, TypeError: the value is not of that form.
+    """
     _check_keys(value, {"id", "turns", "prefix"})
     turns = tuple(_turn(turn) for turn in value["turns"])
     if not turns:
@@ -163,7 +168,8 @@ def _seconds(value: Mapping[str, Any], name: str) -> float | None:
     return float(seconds)
 
 
-def _as_json(conversation: SimConversation) -> dict[str, Any]:
+def as_json(conversation: SimConversation) -> dict[str, Any]:
+    """The value of a conversation's line."""
     turns = []
     for turn in conversation.turns:
         fields: dict[str, Any] = {"input_tokens": turn.input_tokens, "output_tokens": turn.output_tokens}
