@@ -1,6 +1,6 @@
 """What the cache has done since the start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from host_cache.plan import CachePlan
 
@@ -31,6 +31,11 @@ class CacheCounters:
     """Times that a conversation's chunks were dropped at the end of its time to live."""
     failed_swap_ins: int = 0
     failed_swap_outs: int = 0
+
+    def __add__(self, other: "CacheCounters") -> "CacheCounters":
+        return CacheCounters(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(CacheCounters)}
+        )
 
     def add_admission(self, plan: CachePlan) -> None:
         """Count where an admission's context came from."""

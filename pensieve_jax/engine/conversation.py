@@ -56,7 +56,7 @@ class Conversation:
 
     async def asend(self, given: TurnInput, params: SamplingParams | None = None) -> TurnResult:
         """As `send`, for asyncio. A cancelled task cancels the turn."""
-        return await self._engine.submit(self.id, given, params)
+        return await (await self._engine.asubmit(self.id, given, params))
 
     def fork(self, new_id: str | None = None, *, num_turns: int | None = None) -> "Conversation":
         """Begin a new conversation with this one's first turns; see `Engine.fork`."""

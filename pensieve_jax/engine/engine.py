@@ -1,10 +1,12 @@
 """The engine: everything a caller can ask for, from any thread."""
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.engine.build import build_parts, open_checkpoint
 from pensieve_jax.engine.conversation import Conversation
 from pensieve_jax.engine.inputs import TurnInput
-from pensieve_jax.engine.loop import EngineLoop, Turnstile
+from pensieve_jax.engine.loop import EngineThread, between_steps
 from pensieve_jax.engine.registry import ConversationRegistry
 from pensieve_jax.engine.state import new_state
 from pensieve_jax.engine.turn import Turn, TurnResult
@@ -30,6 +32,8 @@ from pensieve_jax.models.interface import ModelSpec, ServableModel
 from pensieve_jax.store.log import ConversationLog
 
 logger = logging.getLogger(__name__)
+IDS_PER_CALL = 1000
+"""Conversation ids that are read from the log at a time."""
 
 
 class Engine:
@@ -92,11 +96,9 @@ class Engine:
             end_token_ids=frozenset(end_token_ids),
             clock=clock,
         )
-        self._turnstile = Turnstile()
-        self._work = threading.Condition()
         self._closed = False
         self._failure: EngineError | None = None
-        self._loop = EngineLoop(self) if self.config.background else None
+        self._thread = EngineThread(self, steps_alone=self.config.background)
 
     @classmethod
     def from_checkpoint(
@@ -133,37 +135,40 @@ class Engine:
 
     # -- conversations ---------------------------------------------------------------------------
 
+    @between_steps
     def conversation(self, conversation_id: str | None = None) -> Conversation:
         """Open a conversation of the log, or begin one.
 
         Args:
             conversation_id: of the one to open or begin; None begins one with a fresh id.
         """
-        with self._turnstile:
-            return Conversation(self, self._conversations.open(conversation_id).id)
+        return Conversation(self, self._conversations.open(conversation_id).id)
 
     def conversation_ids(self) -> Iterator[str]:
         """Ids of all conversations of the log."""
-        return self._conversations.ids()
+        ids = self._conversations.ids()
+        while page := self._thread.call(lambda: list(islice(ids, IDS_PER_CALL))):
+            yield from page
 
+    @between_steps
     def num_turns(self, conversation_id: str) -> int:
         """Finished turns of a conversation.
 
         Raises:
             UnknownConversationError: there is none of that id.
         """
-        with self._turnstile:
-            return self._conversations.get(conversation_id).num_turns
+        return self._conversations.get(conversation_id).num_turns
 
+    @between_steps
     def token_ids(self, conversation_id: str) -> np.ndarray:
         """i32[n]: all tokens of a conversation's finished turns.
 
         Raises:
             UnknownConversationError: there is none of that id.
         """
-        with self._turnstile:
-            return self._conversations.get(conversation_id).tokens.copy()
+        return self._conversations.get(conversation_id).tokens.copy()
 
+    @between_steps
     def fork(
         self, conversation_id: str, new_id: str | None = None, *, num_turns: int | None = None
     ) -> Conversation:
@@ -178,12 +183,12 @@ class Engine:
             UnknownConversationError: there is no such source.
             InvalidArgumentError: it has fewer turns, or the new id is taken.
         """
-        with self._turnstile:
-            source, new = self._conversations.fork(conversation_id, new_id, num_turns)
-            self._turns.cache.open(source.id, self._clock())
-            self._turns.cache.fork(source.id, new.id, len(new.tokens), self._clock())
-            return Conversation(self, new.id)
+        source, new = self._conversations.fork(conversation_id, new_id, num_turns)
+        self._turns.cache.open(source.id, self._clock())
+        self._turns.cache.fork(source.id, new.id, len(new.tokens), self._clock())
+        return Conversation(self, new.id)
 
+    @between_steps
     def rewind(self, conversation_id: str, *, num_turns: int) -> None:
         """Put a conversation back to the end of one of its turns. The KV up to there stays.
 
@@ -196,11 +201,11 @@ class Engine:
             ConversationBusyError: it has an unfinished turn.
             InvalidArgumentError: it has fewer turns.
         """
-        with self._turnstile:
-            state = self._conversations.rewind(conversation_id, num_turns)
-            self._turns.cache.open(state.id, self._clock())
-            self._turns.cache.truncate(state.id, len(state.tokens))
+        state = self._conversations.rewind(conversation_id, num_turns)
+        self._turns.cache.open(state.id, self._clock())
+        self._turns.cache.truncate(state.id, len(state.tokens))
 
+    @between_steps
     def delete(self, conversation_id: str) -> None:
         """Forget a conversation, its log and its KV.
 
@@ -208,9 +213,8 @@ class Engine:
             UnknownConversationError: there is no such conversation.
             ConversationBusyError: it has an unfinished turn.
         """
-        with self._turnstile:
-            self._conversations.delete(conversation_id)
-            self._turns.cache.forget(conversation_id)
+        self._conversations.delete(conversation_id)
+        self._turns.cache.forget(conversation_id)
 
     # -- turns -----------------------------------------------------------------------------------
 
@@ -229,18 +233,40 @@ class Engine:
             RequestTooLargeError: the turn can't fit the device pool.
             InvalidArgumentError: the input or a parameter is not acceptable.
         """
-        with self._turnstile:
-            self._check_open()
-            state = self._conversations.get(conversation_id)
-            turn = Turn(self, conversation_id)
-            if state.busy:
-                if self.config.on_busy == "refuse":
-                    raise ConversationBusyError(f"conversation {conversation_id!r} has an unfinished turn")
-                state.queued.append((turn, given, params))
-            else:
-                self._turns.start(state, turn, given, params)
-        self._wake()
+        turn = Turn(self, conversation_id)
+        with self._cancel_if_interrupted(turn):
+            self._thread.call(partial(self._begin, turn, given, params))
         return turn
+
+    async def asubmit(
+        self, conversation_id: str, given: TurnInput, params: SamplingParams | None = None
+    ) -> Turn:
+        """As `submit`, for asyncio: the event loop doesn't wait for the step that is under way."""
+        turn = Turn(self, conversation_id)
+        with self._cancel_if_interrupted(turn):
+            await self._thread.acall(partial(self._begin, turn, given, params))
+        return turn
+
+    @contextmanager
+    def _cancel_if_interrupted(self, turn: Turn) -> Iterator[None]:
+        """A turn that its caller never gets must not run on."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.cancel_soon(turn)
+            raise
+
+    def _begin(self, turn: Turn, given: TurnInput, params: SamplingParams | None) -> None:
+        self._check_open()
+        state = self._conversations.get(turn.conversation_id)
+        if not state.busy:
+            self._turns.start(state, turn, given, params)
+        elif self.config.on_busy == "refuse":
+            raise ConversationBusyError(f"conversation {state.id!r} has an unfinished turn")
+        else:
+            state.queued.append((turn, given, params))
 
     def generate(
         self, inputs: Sequence[TurnInput], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -265,42 +291,51 @@ class Engine:
         turns: list[Turn] = []
         try:
             for given, param in zip(inputs, each, strict=True):
-                with self._turnstile:
-                    self._check_open()
-                    state = new_state(f"generate-{uuid.uuid4().hex}", logged=False)
-                    turn = Turn(self, state.id)
-                    self._turns.start(state, turn, given, param)
-                    self._conversations.add_unlogged(state)
-                    turns.append(turn)
-            self._wake()
+                turn = Turn(self, f"generate-{uuid.uuid4().hex}")
+                turns.append(turn)
+                self._thread.call(partial(self._begin_unlogged, turn, given, param))
             return [turn.result() for turn in turns]
         finally:
-            for turn in turns:
-                turn.cancel()
-            with self._turnstile:
-                for turn in turns:
-                    self._turns.cache.forget(turn.conversation_id)
-                    self._conversations.forget(turn.conversation_id)
+            self._thread.call(partial(self._forget_unlogged, turns))
+
+    def _begin_unlogged(self, turn: Turn, given: TurnInput, params: SamplingParams | None) -> None:
+        self._check_open()
+        state = new_state(turn.conversation_id, logged=False)
+        self._turns.start(state, turn, given, params)
+        self._conversations.add_unlogged(state)
+
+    def _forget_unlogged(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            self._cancel(turn)
+            self._turns.cache.forget(turn.conversation_id)
+            self._conversations.forget(turn.conversation_id)
 
     def cancel(self, turn: Turn) -> None:
-        """See `Turn.cancel`."""
-        with self._turnstile:
-            if turn.done:
-                return
-            self._turns.cancel(turn, self._conversations.get(turn.conversation_id))
-        self._wake()  # a turn that was queued behind this one runs now
+        """See `TurnDriver.cancel`."""
+        if self._thread.is_current:  # an abandoned iteration may be collected in the middle of a step
+            self.cancel_soon(turn)
+        else:
+            self._thread.call(partial(self._cancel, turn))
+
+    def cancel_soon(self, turn: Turn) -> None:
+        """See `TurnDriver.cancel_soon`."""
+        self._thread.post(partial(self._cancel, turn))
+
+    def _cancel(self, turn: Turn) -> None:
+        state = None if turn.done else self._conversations.busy(turn.conversation_id)
+        if state is not None:  # else the turn never began
+            self._turns.cancel(turn, state)
 
     def advance(self, turn: Turn, seen: int) -> None:
         """See `TurnDriver.advance`."""
-        if self._loop is None:
-            self.step()
+        if self.has_thread:
+            turn.wait_for_news(seen)
         else:
-            turn.wait_for_news(seen, timeout_s=1.0)
-            if not turn.done and not self._loop.alive:
-                raise EngineError("the engine is closed")
+            self.step()
 
     # -- steps -----------------------------------------------------------------------------------
 
+    @between_steps
     def step(self) -> bool:
         """Run one step, if there is work. If the step fails, its turns end with an `EngineError`.
 
@@ -310,16 +345,16 @@ class Engine:
         Raises:
             IntegrityError: the cache's books don't add up (only a `paranoid` engine looks).
         """
-        with self._turnstile:
-            return not self._closed and self._turns.step()
+        return not self._closed and self._turns.step()
 
+    @between_steps
     def settle(self) -> None:
         """Wait until all copies to the host have ended."""
-        with self._turnstile:
-            self._turns.settle()
+        self._turns.settle()
 
     # -- the whole -------------------------------------------------------------------------------
 
+    @between_steps
     def set_weights(self, model: ServableModel) -> None:
         """Serve other weights of the same structure from now on. All KV is dropped: it was of the old ones.
 
@@ -327,12 +362,11 @@ class Engine:
             ConversationBusyError: turns are unfinished.
             InvalidArgumentError: the model has other dimensions.
         """
-        with self._turnstile:
-            if self._turns.has_work:
-                raise ConversationBusyError("set_weights: turns are unfinished")
-            self._turns.parts.worker.set_weights(model)
-            self._turns.settle()
-            self._turns.cache.clear()
+        if self._turns.has_work:
+            raise ConversationBusyError("set_weights: turns are unfinished")
+        self._turns.parts.worker.set_weights(model)
+        self._turns.settle()
+        self._turns.cache.clear()
 
     @property
     def max_context_tokens(self) -> int:
@@ -342,43 +376,40 @@ class Engine:
     @property
     def has_thread(self) -> bool:
         """Whether steps run in a thread of the engine."""
-        return self._loop is not None
+        return self.config.background
 
     @property
+    @between_steps
     def counters(self) -> CacheCounters:
         """What the cache has done since the start."""
-        with self._turnstile:
-            return self._turns.cache.counters
+        return self._turns.counters
 
     @property
     def num_suspensions(self) -> int:
         """How often a turn was suspended for want of device pages, since the start."""
-        return self._turns.scheduler.num_suspensions
+        return self._turns.num_suspensions
 
     @property
     def cache_config(self) -> Any:
         """Sizes of the tiers as they are."""
         return self._turns.parts.cache_config
 
+    @between_steps
     def check_integrity(self) -> None:
         """Check the cache's books.
 
         Raises:
             IntegrityError: they don't add up.
         """
-        with self._turnstile:
-            self._turns.cache.check_integrity()
+        self._turns.cache.check_integrity()
 
+    @between_steps
     def close(self) -> None:
         """Cancel all unfinished turns and close the log. Further calls raise `EngineError` or `LogError`."""
         if self._closed:
             return
-        with self._turnstile:
-            self._turns.cancel_all()
-            self._closed = True
-        self._wake()
-        if self._loop is not None:
-            self._loop.join()
+        self._turns.cancel_all()
+        self._closed = True
         self._turns.parts.worker.close()
         self._conversations.close()
 
@@ -388,29 +419,13 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- for the loop ----------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------
 
-    def wait_for_work(self) -> bool:
-        """Sleep until there is work.
-
-        Returns:
-            False once the engine is closed.
-        """
-        with self._work:
-            self._work.wait_for(lambda: self._closed or self._turns.scheduler.has_work)
-        return not self._closed
-
+    @between_steps
     def give_up(self, error: Exception) -> None:
         """End all unfinished turns, and refuse new ones: after a failure that leaves nothing to trust."""
-        with self._turnstile:
-            self._failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            self._turns.fail_all(self._failure)
-
-    def _wake(self) -> None:
-        with self._work:
-            self._work.notify_all()
-
-    # -- inside ----------------------------------------------------------------------------------
+        self._failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+        self._turns.fail_all(self._failure)
 
     def _check_open(self) -> None:
         if self._closed:

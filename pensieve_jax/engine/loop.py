@@ -1,50 +1,26 @@
-"""The engine's thread, and the door that it shares with callers."""
+"""The engine's thread: it alone touches the engine's state. Callers send it calls and wait for replies."""
 
+import asyncio
+import contextlib
+import functools
 import logging
 import threading
-from typing import Protocol
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Concatenate, Protocol
 
 logger = logging.getLogger(__name__)
 
-
-class Turnstile:
-    """A reentrant lock that lets waiting threads through in turn.
-
-    A plain lock starves callers, because a thread that steps in a loop takes it again at once. Here
-    whoever waits for the lock holds the entrance, so the loop has to let him pass.
-    """
-
-    def __init__(self) -> None:
-        self._entrance = threading.Lock()
-        self._inside = threading.RLock()
-        self._owner: int | None = None
-
-    def __enter__(self) -> None:
-        if self._owner == threading.get_ident():
-            self._inside.acquire()
-            self._depth += 1
-            return
-        with self._entrance:
-            self._inside.acquire()
-        self._owner = threading.get_ident()
-        self._depth = 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._owner = None
-        self._inside.release()
+type _Outcome = tuple[bool, Any]
+"""(True, result) or (False, what was raised)."""
 
 
 class Steppable(Protocol):
-    """What the loop drives."""
+    """What the thread drives."""
 
     def step(self) -> bool:
         """Run one step; False if there was nothing to do."""
-        ...
-
-    def wait_for_work(self) -> bool:
-        """Sleep until there is work; False once there will be none any more."""
         ...
 
     def give_up(self, error: Exception) -> None:
@@ -52,33 +28,125 @@ class Steppable(Protocol):
         ...
 
 
-class EngineLoop:
-    """Runs steps in a thread of its own while there is work.
+class EngineThread:
+    """Runs calls in the order in which they come and, if it is to, steps between them while there is work.
 
-    All device work comes from this thread, so an interrupt of the caller's thread (Ctrl-C) never hits
-    the middle of a step.
+    All device work comes from this thread, so an interrupt of a caller (Ctrl-C) never hits the middle of a
+    step. No caller holds a lock that the thread or another caller needs either: there is none. Whoever is
+    interrupted while he waits for a reply breaks off his own waiting alone; his call is carried out.
+
+    The thread doesn't keep its engine alive and ends with it.
     """
 
-    def __init__(self, engine: Steppable) -> None:
-        self._engine = engine
-        self._thread = threading.Thread(target=self._run, name="pensieve-engine", daemon=True)
+    def __init__(self, engine: Steppable, *, steps_alone: bool) -> None:
+        """Args:
+        engine: what to drive.
+        steps_alone: run steps whenever there is work; False: run calls alone, some of which may be steps.
+        """
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        alone = weakref.ref(engine) if steps_alone else None
+        self._thread = threading.Thread(
+            target=_run, args=(self._calls, alone), name="pensieve-engine", daemon=True
+        )
+        weakref.finalize(engine, self._calls.put, None)
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """Whether steps are still run."""
-        return self._thread.is_alive()
+    def is_current(self) -> bool:
+        """Whether the caller runs in this thread."""
+        return threading.current_thread() is self._thread
 
-    def join(self) -> None:
-        """Wait for the thread's end."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    def call[T](self, function: Callable[[], T]) -> T:
+        """Run a function in the thread, between steps, and wait for its result or its error."""
+        if self.is_current:
+            return function()
+        replies: SimpleQueue[_Outcome] = SimpleQueue()
+        self._calls.put(functools.partial(_answer, function, replies.put))
+        ok, value = replies.get()
+        if ok:
+            return value
+        try:
+            raise value
+        finally:
+            del value  # its traceback holds this frame
 
-    def _run(self) -> None:
-        while self._engine.wait_for_work():
-            try:
-                self._engine.step()
-            except Exception as error:
-                logger.exception("a step can't be recovered from; the engine ends")
-                self._engine.give_up(error)
+    async def acall[T](self, function: Callable[[], T]) -> T:
+        """As `call`, for asyncio. If the task is cancelled, the function is run all the same."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def reply(outcome: _Outcome) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, future, outcome)
+
+        self._calls.put(functools.partial(_answer, function, reply))
+        return await future
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Run a function in the thread after the calls that came before. Doesn't wait; errors are logged."""
+        self._calls.put(functools.partial(_answer, function, _log_error))
+
+
+class HasThread(Protocol):
+    """Whose methods may be marked `between_steps`."""
+
+    _thread: EngineThread
+
+
+def between_steps[S: HasThread, **P, T](
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], T]:
+    """Let a method run in the engine's thread, whichever thread calls it."""
+
+    @functools.wraps(method)
+    def call(engine: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return engine._thread.call(functools.partial(method, engine, *args, **kwargs))
+
+    return call
+
+
+def _run(calls: SimpleQueue, alone: weakref.ref[Steppable] | None) -> None:
+    busy = False
+    while True:
+        for _ in range(calls.qsize() if busy else max(1, calls.qsize())):
+            call = calls.get()
+            if call is None:
                 return
+            call()
+            del call  # it holds the engine
+        engine = None if alone is None else alone()
+        busy = engine is not None and _step(engine)
+        del engine
+
+
+def _step(engine: Steppable) -> bool:
+    try:
+        return engine.step()
+    except Exception as error:
+        logger.exception("a step can't be recovered from; the engine ends")
+        engine.give_up(error)
+        return False
+
+
+def _answer(function: Callable[[], object], reply: Callable[[_Outcome], None]) -> None:
+    try:
+        outcome = (True, function())
+    except BaseException as error:  # noqa: BLE001  (whatever it is, it belongs to the one who called)
+        outcome = (False, error)
+    reply(outcome)
+
+
+def _settle(future: asyncio.Future, outcome: _Outcome) -> None:
+    ok, value = outcome
+    if future.done():
+        return
+    if ok:
+        future.set_result(value)
+    else:
+        future.set_exception(value)
+
+
+def _log_error(outcome: _Outcome) -> None:
+    ok, value = outcome
+    if not ok:
+        logger.error("a call that nobody waits for failed", exc_info=value)

@@ -42,6 +42,11 @@ class ConversationRegistry:
                 del self._states[oldest.id]
         return state
 
+    def busy(self, conversation_id: str) -> ConversationState | None:
+        """A conversation that has an unfinished turn; None if it hasn't, or isn't known."""
+        state = self._states.get(conversation_id)
+        return state if state is not None and state.busy else None
+
     def check_idle(self, conversation_id: str) -> None:
         """Check that a conversation has no unfinished turn. It isn't read, so it may be damaged.
 

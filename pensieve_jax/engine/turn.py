@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Protocol
 
 from pensieve_jax.core.errors import PensieveError
@@ -58,6 +58,10 @@ class TurnDriver(Protocol):
         """End the turn and roll its conversation back, if it hasn't ended."""
         ...
 
+    def cancel_soon(self, turn: "Turn") -> None:
+        """As `cancel`, before the next step, without waiting for the one that is under way."""
+        ...
+
 
 class Turn:
     """Handle of one turn. Iterate for deltas (`for` or `async for`), or take `result()` (or `await` it).
@@ -73,8 +77,9 @@ class Turn:
         self._error: PensieveError | None = None
         self.news = 0
         """How often something came: a delta or the end."""
-        self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
+        """Called after each news. No lock guards them: a caller who is interrupted while he holds one would
+        stop the engine's thread. So a listener is added first, and `news` is looked at after."""
 
     @property
     def done(self) -> bool:
@@ -84,7 +89,8 @@ class Turn:
     def cancel(self) -> None:
         """End the turn now and put its conversation back to the end of its last finished turn. KV of earlier
         turns stays. Nothing happens if the turn has ended."""
-        self._driver.cancel(self)
+        if not self.done:
+            self._driver.cancel(self)
 
     def result(self) -> TurnResult:
         """Wait for the end.
@@ -119,7 +125,7 @@ class Turn:
                     yield self._deltas.popleft()
             self._outcome()
         finally:
-            self.cancel()
+            self._abandon()
 
     def __await__(self) -> Generator[None, None, TurnResult]:
         return self._wait().__await__()
@@ -130,7 +136,7 @@ class Turn:
                 pass
             return self._outcome()
         finally:
-            self.cancel()  # of a task that is cancelled while it waits
+            self._abandon()  # of a task that is cancelled while it waits
 
     async def _wake_ups(self) -> AsyncIterator[None]:
         """Yields whenever there may be news, the last time after the end."""
@@ -140,8 +146,7 @@ class Turn:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(woken.set)
 
-        with self._changed:
-            self._listeners.append(wake)
+        self._listeners.append(wake)
         try:
             while True:
                 woken.clear()
@@ -154,8 +159,12 @@ class Turn:
                 else:
                     await asyncio.to_thread(self._driver.advance, self, seen)
         finally:
-            with self._changed:
-                self._listeners.remove(wake)
+            self._listeners.remove(wake)
+
+    def _abandon(self) -> None:
+        """Nobody waits for the turn any more. The event loop must not wait for a step here."""
+        if not self.done:
+            self._driver.cancel_soon(self)
 
     def _outcome(self) -> TurnResult:
         if self._error is not None:
@@ -180,16 +189,26 @@ class Turn:
 
         self._tell(settle)
 
-    def wait_for_news(self, seen: int, timeout_s: float) -> None:
-        """Sleep until `news` is more than `seen`, at most `timeout_s` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.news > seen, timeout_s)
+    def wait_for_news(self, seen: int) -> None:
+        """Sleep until `news` is more than `seen`."""
+        bell: SimpleQueue[None] = SimpleQueue()
+
+        def ring() -> None:
+            bell.put(None)
+
+        self._listeners.append(ring)
+        try:
+            while self.news <= seen:
+                bell.get()
+        finally:
+            self._listeners.remove(ring)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call a function after each news, in the engine's thread."""
+        self._listeners.append(listener)
 
     def _tell(self, change: Callable[[], None]) -> None:
-        with self._changed:
-            change()
-            self.news += 1
-            self._changed.notify_all()
-            listeners = list(self._listeners)
-        for listener in listeners:
+        change()
+        self.news += 1
+        for listener in tuple(self._listeners):
             listener()

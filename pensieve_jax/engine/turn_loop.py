@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from host_cache.counters import CacheCounters
 from host_cache.manager import CacheManager
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import (
@@ -73,6 +74,8 @@ class TurnLoop:
         self._random = np.random.default_rng(config.seed)
         self._next_request_id = 0
         self._poisoned: frozenset[int] = frozenset()
+        self._counters_before = CacheCounters()
+        self._suspensions_before = 0
         self._start_cache()
 
     @property
@@ -119,7 +122,7 @@ class TurnLoop:
 
     def fail_all(self, error: EngineError) -> None:
         """End all unfinished turns with an error, and forget what is cached."""
-        self._start_cache()
+        self._restart_cache()
         while self._active:
             self._end(next(iter(self._active.values())), error)
 
@@ -179,6 +182,22 @@ class TurnLoop:
         seed = params.seed if params.seed is not None else int(self._random.integers(2**63))
         return replace(params, seed=seed, max_tokens=params.max_tokens or room)
 
+    @property
+    def counters(self) -> CacheCounters:
+        """What the cache has done since the start, failed steps included."""
+        return self._counters_before + self.cache.counters
+
+    @property
+    def num_suspensions(self) -> int:
+        """How often a turn was suspended, since the start."""
+        return self._suspensions_before + self.scheduler.num_suspensions
+
+    def _restart_cache(self) -> None:
+        """Begin with an empty cache. Counters go on."""
+        self._counters_before = self.counters
+        self._suspensions_before = self.num_suspensions
+        self._start_cache()
+
     def _start_cache(self) -> None:
         parts = self.parts
         self.cache = CacheManager(parts.cache_config, parts.policy)
@@ -198,7 +217,7 @@ class TurnLoop:
         turns = sorted(self._active.values(), key=lambda active: active.request.id)
         self.parts.worker.reset()
         self._poisoned = frozenset()
-        self._start_cache()
+        self._restart_cache()
         for active in turns:
             if active.request.running:
                 reason = EngineError(f"a step failed, the turn was given up: {type(error).__name__}: {error}")
@@ -211,7 +230,15 @@ class TurnLoop:
             self._check_and_poison()
         for output in outputs:
             active = self._active[output.request_id]
-            text = active.answer.push(output.token, finished=output.finished)
+            try:
+                text = active.answer.push(output.token, finished=output.finished)
+            except Exception as error:
+                logger.exception("the text of a token can't be made; its turn is given up")
+                if not output.finished:
+                    self.scheduler.end(active.request, self._clock())
+                what = f"the text of token {output.token.token_id} can't be made"
+                self._end(active, EngineError(f"{what}: {type(error).__name__}: {error}"))
+                continue
             active.turn.push(TurnDelta(text=text, tokens=(output.token,)))
             if output.finished or active.answer.stopped:
                 if not output.finished:

@@ -174,7 +174,7 @@ def test_failure_that_nothing_recovers_from(monkeypatch):
             raise IntegrityError("the books are wrong in a test")
 
         monkeypatch.setattr(engine._turns.scheduler, "schedule", schedule)
-        turns = [engine.submit(chat.id, [1]), engine.submit(chat.id, [2])]
+        turns = engine._thread.call(lambda: [engine.submit(chat.id, [n]) for n in (1, 2)])  # before a step
         with pytest.raises(EngineError, match="the engine failed: IntegrityError: the books are wrong"):
             asyncio.run(_awaited(turns[0]))
         for call in (turns[1].result, lambda: chat.submit([3])):
@@ -325,11 +325,11 @@ def test_deleted_while_its_copies_are_late(engine, mover):
 def test_random_trouble():
     """Random operations while copies fail and come late in both directions."""
     driver = Driver(tiny_model(), "tight-host")
-    mover, rng = trouble(driver.engine), random.Random(11)
-    mover.fails_in = lambda: rng.random() < 0.1
-    mover.fails_out = lambda: rng.random() < 0.1
-    mover.late = lambda: rng.random() < 0.4
-    driver.play(rng, 350)
+    mover, drawn = trouble(driver.engine), random.Random(12)  # how often it is asked depends on time
+    mover.fails_in = lambda: drawn.random() < 0.25
+    mover.fails_out = lambda: drawn.random() < 0.15
+    mover.late = lambda: drawn.random() < 0.4
+    driver.play(random.Random(11), 350)
     counters = driver.engine.counters
     assert counters.chunks_swapped_in > 5
     assert counters.failed_swap_ins > 0
@@ -351,3 +351,39 @@ def test_failing_log_rolls_the_turn_back(engine, monkeypatch):
     chat.assert_rolled_back()
     monkeypatch.undo()
     assert chat.turn([3]).receipt.tokens_from_device >= 43
+
+
+def test_text_that_cannot_be_made_ends_its_turn_alone(engine, monkeypatch):
+    chat, other = Chat(engine), Chat(engine)
+    chat.turn(ids(40))
+    beside = other.submit(ids(30, seed=1), max_tokens=6)
+    turn = chat.submit([1, 2], max_tokens=6)
+    answer = engine._turns._active[max(engine._turns._active)].answer
+
+    def push(token, *, finished):
+        raise UnicodeError("no such character in a test")
+
+    monkeypatch.setattr(answer, "push", push)
+    with pytest.raises(
+        EngineError, match=r"text of token \d+ can't be made: UnicodeError: no such character"
+    ):
+        turn.result()
+    chat.assert_rolled_back()
+    other.check(beside, ids(30, seed=1))
+    assert chat.turn([3]).receipt.tokens_from_device >= 43
+
+
+def test_counters_go_on_after_a_failed_step(engine, monkeypatch):
+    chat = Chat(engine)
+    chat.turn(ids(40))
+    evict(engine, DEVICE_TOKENS)
+    chat.turn([1])
+    before = engine.counters
+    break_once(monkeypatch, engine._turns.parts.worker._runner, "before")
+    with pytest.raises(EngineError, match="a step failed"):
+        chat.submit([2]).result()
+    assert engine.counters == before
+    assert before.chunks_swapped_in > 0
+    chat.turn([3])
+    after = engine.counters
+    assert after.tokens_recomputed == before.tokens_recomputed + len(chat.tokens) - 6

@@ -538,6 +538,7 @@ def test_cancelled_task_cancels_the_turn(threaded):
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
+        chat.assert_rolled_back()
         assert threaded._turns.scheduler.has_work is False
         return await chat.conversation.asend([3], SamplingParams(max_tokens=3))
 
