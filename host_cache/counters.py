@@ -23,6 +23,8 @@ class CacheCounters:
     """Runs of recomputed tokens of more than one chunk."""
     chunks_swapped_in: int = 0
     chunks_swapped_out: int = 0
+    chunks_warmed: int = 0
+    """Chunks whose swap-in began since their conversation's next turn was said to be near."""
     chunks_dropped: int = 0
     """Chunks that left the last tier they were in for want of room, or since they are cheap to recompute."""
     pages_reclaimed: int = 0

@@ -344,7 +344,7 @@ class CacheManager:
 
     def warm(self, conversation_id: str) -> int:
         """A conversation's next turn is near: let `take_swap_ins` load what only the host has, as far as
-        device pages are free then.
+        device pages are free or idle then.
 
         Returns:
             chunks that could be loaded; 0 if it runs or isn't known.
@@ -388,21 +388,35 @@ class CacheManager:
         copies, self._swap_outs = tuple(self._swap_outs), []
         return copies
 
-    def take_swap_ins(self) -> tuple[PageCopy, ...]:
+    @property
+    def has_hints(self) -> bool:
+        """Whether `take_swap_ins` may have something to load."""
+        return bool(self._to_warm)
+
+    def take_swap_ins(self, now: float) -> tuple[PageCopy, ...]:
         """Start the copies to the device that hints have asked for since the last call, for the next step's
-        plan. They leave the pages alone that running requests may need."""
-        copies, ledger = [], self._ledger
+        plan. They take the place of idle chunks, and leave alone what running requests may need."""
+        copies: list[PageCopy] = []
         for conversation_id in self._to_warm:
             conversation = self._conversations.get(conversation_id)
-            if conversation is None or conversation.running:
-                continue
-            for chunk in reversed(conversation.chunks):  # what costs most to recompute first
-                if ledger.num_free_device <= self.config.reserve_pages:
-                    break
-                if self._could_warm(chunk):
-                    copies.append(ledger.start_load(chunk))
+            if conversation is not None and not conversation.running:
+                for order in self._orders:  # its own chunks don't make room for each other
+                    order.leave(conversation)
+                copies.extend(self._load_idle(conversation, now))
+                self._enter(conversation)
         self._to_warm = []
+        self._counters.chunks_warmed += len(copies)
         return tuple(copies)
+
+    def _load_idle(self, conversation: CachedConversation, now: float) -> Iterable[PageCopy]:
+        ledger = self._ledger
+        own = sum(chunk != NONE and ledger.evictable(chunk) for chunk in conversation.chunks)
+        for chunk in reversed(conversation.chunks):  # what costs most to recompute first
+            if self.num_available - own <= self.config.reserve_pages:
+                return
+            if self._could_warm(chunk):
+                self._make_room(1, now)
+                yield ledger.start_load(chunk)
 
     def swap_outs_ended(self, copies: Iterable[PageCopy], *, ok: bool) -> None:
         """Note that copies to the host have ended. A failed one leaves its chunk without a host page."""

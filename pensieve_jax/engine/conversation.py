@@ -70,6 +70,59 @@ class Conversation:
         """Forget the conversation; see `Engine.delete`."""
         self._engine.delete(self.id)
 
+    def warm(self) -> int:
+        """Say that the next turn is near, as when the user has begun to type: what only the host tier has of
+        this conversation is loaded with the next step, or by itself if nothing runs.
+
+        It takes pages that are free or hold idle conversations, never those of running turns. The
+        conversation counts as active now. Nothing happens while it has an unfinished turn.
+
+        Returns:
+            chunks that are to be loaded, if there is room for all.
+
+        Raises:
+            UnknownConversationError: it was deleted.
+        """
+        return self._engine.warm(self.id)
+
+    async def awarm(self) -> int:
+        """As `warm`, for asyncio."""
+        return await self._engine.arun(self.warm)
+
+    def release(self) -> None:
+        """Say that the next turn is far: the conversation's KV goes at once. Its tokens stay in the log, and
+        a later turn computes them again.
+
+        Raises:
+            UnknownConversationError: it was deleted.
+            ConversationBusyError: it has an unfinished turn.
+        """
+        self._engine.release(self.id)
+
+    async def arelease(self) -> None:
+        """As `release`, for asyncio."""
+        await self._engine.arun(self.release)
+
+    @property
+    def priority(self) -> float:
+        """Factor on what the conversation's KV is worth when pages are short, above 0; at first 1. Policies
+        that look at time alone take no note of it. Lasts as long as the engine; a fork has its source's."""
+        return self._engine.hints(self.id).priority
+
+    @priority.setter
+    def priority(self, value: float) -> None:
+        self._engine.set_hints(self.id, priority=value)
+
+    @property
+    def time_to_live_s(self) -> float | None:
+        """Seconds without activity after which the conversation's KV goes; None, as at first: no limit. Its
+        tokens stay in the log. Lasts as long as the engine; a fork has its source's."""
+        return self._engine.hints(self.id).time_to_live_s
+
+    @time_to_live_s.setter
+    def time_to_live_s(self, value: float | None) -> None:
+        self._engine.set_hints(self.id, time_to_live_s=value)
+
     @property
     def num_turns(self) -> int:
         """Finished turns."""

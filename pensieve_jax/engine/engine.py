@@ -22,6 +22,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.engine.build import build_parts, open_checkpoint
 from pensieve_jax.engine.conversation import Conversation
+from pensieve_jax.engine.hints import Hints
 from pensieve_jax.engine.inputs import TurnInput
 from pensieve_jax.engine.loop import EngineThread, between_steps
 from pensieve_jax.engine.registry import ConversationRegistry
@@ -136,13 +137,30 @@ class Engine:
     # -- conversations ---------------------------------------------------------------------------
 
     @between_steps
-    def conversation(self, conversation_id: str | None = None) -> Conversation:
+    def conversation(
+        self,
+        conversation_id: str | None = None,
+        *,
+        priority: float | None = None,
+        time_to_live_s: float | None = None,
+    ) -> Conversation:
         """Open a conversation of the log, or begin one.
 
         Args:
             conversation_id: of the one to open or begin; None begins one with a fresh id.
+            priority: see `Conversation.priority`; None: as it is, at first 1.
+            time_to_live_s: see `Conversation.time_to_live_s`; None: as it is, at first no limit.
+
+        Raises:
+            InvalidArgumentError: an argument is not acceptable; no conversation has begun.
         """
-        return Conversation(self, self._conversations.open(conversation_id).id)
+        given = {"priority": priority, "time_to_live_s": time_to_live_s}
+        changes = {name: value for name, value in given.items() if value is not None}
+        Hints(**changes)  # before the log has the conversation
+        state = self._conversations.open(conversation_id)
+        if changes:
+            self.set_hints(state.id, **changes)
+        return Conversation(self, state.id)
 
     def conversation_ids(self) -> Iterator[str]:
         """Ids of all conversations of the log."""
@@ -186,6 +204,7 @@ class Engine:
         source, new = self._conversations.fork(conversation_id, new_id, num_turns)
         self._turns.cache.open(source.id, self._clock())
         self._turns.cache.fork(source.id, new.id, len(new.tokens), self._clock())
+        self._turns.hints.copy(source.id, new.id, self._turns.cache, self._clock())
         return Conversation(self, new.id)
 
     @between_steps
@@ -215,6 +234,54 @@ class Engine:
         """
         self._conversations.delete(conversation_id)
         self._turns.cache.forget(conversation_id)
+        self._turns.hints.forget(conversation_id)
+
+    # -- hints -----------------------------------------------------------------------------------
+
+    @between_steps
+    def warm(self, conversation_id: str) -> int:
+        """Say that a conversation's next turn is near; see `Conversation.warm`."""
+        self._check_open()
+        state = self._conversations.get(conversation_id)
+        return 0 if state.busy else self._turns.warm(state)
+
+    @between_steps
+    def release(self, conversation_id: str) -> None:
+        """Let a conversation's KV go; see `Conversation.release`."""
+        self._check_open()
+        if self._conversations.get(conversation_id).busy:
+            raise ConversationBusyError(f"conversation {conversation_id!r} has an unfinished turn")
+        self._turns.cache.release(conversation_id)
+
+    @between_steps
+    def hints(self, conversation_id: str) -> Hints:
+        """What was said about a conversation.
+
+        Raises:
+            UnknownConversationError: there is none of that id.
+        """
+        return self._turns.hints.get(self._conversations.get(conversation_id).id)
+
+    @between_steps
+    def set_hints(self, conversation_id: str, **changes: Any) -> None:
+        """Change some of a conversation's hints, the fields of `Hints`.
+
+        Raises:
+            UnknownConversationError: there is none of that id.
+            InvalidArgumentError: a value is out of range; nothing changed.
+        """
+        self._check_open()
+        state = self._conversations.get(conversation_id)
+        self._turns.hints.change(state.id, self._turns.cache, self._clock(), **changes)
+
+    async def arun[T](self, function: Callable[[], T]) -> T:
+        """For asyncio: run one of the engine's methods without letting the event loop wait for a step.
+
+        Args:
+            function: calls methods of this engine or of its conversations that return at once, none that
+                waits for a turn.
+        """
+        return await self._thread.acall(function)
 
     # -- turns -----------------------------------------------------------------------------------
 
@@ -362,7 +429,7 @@ class Engine:
             ConversationBusyError: turns are unfinished.
             InvalidArgumentError: the model has other dimensions.
         """
-        if self._turns.has_work:
+        if self._turns.has_turns:
             raise ConversationBusyError("set_weights: turns are unfinished")
         self._turns.parts.worker.set_weights(model)
         self._turns.settle()

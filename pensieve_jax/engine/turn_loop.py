@@ -21,6 +21,7 @@ from pensieve_jax.core.plans import StepPlan, StepResult
 from pensieve_jax.core.types import FinishReason, SamplingParams, TurnReceipt
 from pensieve_jax.engine.answer import Answer, receipt_of
 from pensieve_jax.engine.build import EngineParts
+from pensieve_jax.engine.hints import HintBook
 from pensieve_jax.engine.inputs import TurnInput
 from pensieve_jax.engine.registry import ConversationRegistry
 from pensieve_jax.engine.state import ActiveTurn, ConversationState
@@ -71,6 +72,7 @@ class TurnLoop:
         self._clock = clock
         self._active: dict[int, ActiveTurn] = {}
         """Request id -> the unfinished turn that waits or runs."""
+        self.hints = HintBook()
         self._random = np.random.default_rng(config.seed)
         self._next_request_id = 0
         self._poisoned: frozenset[int] = frozenset()
@@ -80,8 +82,13 @@ class TurnLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn waits or runs."""
+        """Whether a turn waits or runs, or a hint asks for copies to the device."""
         return self.scheduler.has_work
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a turn waits or runs."""
+        return bool(self._active)
 
     def step(self) -> bool:
         """Run one step, if there is work.
@@ -106,6 +113,17 @@ class TurnLoop:
         result = self._execute(plan)
         if result is not None:
             self.scheduler.apply(plan, result, self._clock())
+
+    def warm(self, state: ConversationState) -> int:
+        """An idle conversation's next turn is near: the next step loads what the host has of it.
+
+        Returns:
+            chunks that could be loaded.
+        """
+        now = self._clock()
+        self.cache.open(state.id, now)
+        self.cache.touch(state.id, now)  # else what is loaded would be the first to leave
+        return self.cache.warm(state.id)
 
     def cancel(self, turn: Turn, state: ConversationState) -> None:
         """End a turn that has not ended, and roll its conversation back."""
@@ -197,6 +215,7 @@ class TurnLoop:
         self._counters_before = self.counters
         self._suspensions_before = self.num_suspensions
         self._start_cache()
+        self.hints.tell_all(self.cache, self._clock())
 
     def _start_cache(self) -> None:
         parts = self.parts

@@ -52,8 +52,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._running) or len(self._waiting) > 0
+        """Whether any request waits or runs, or a hint asks for copies to the device."""
+        return bool(self._running) or len(self._waiting) > 0 or self.cache.has_hints
 
     @property
     def num_running(self) -> int:
@@ -84,7 +84,8 @@ class Scheduler:
         """Plan one step: decode rows first, then prompts in the order of arrival, then newcomers.
 
         Returns:
-            the plan; without rows if nothing can run before copies to the host have ended.
+            the plan; without rows if nothing can run before copies to the host have ended, or if nothing
+            runs and a hint asks for copies to the device.
         """
         running = sorted(self._running.values(), key=_arrival)
         if self._give_next_pages(running, now):
@@ -121,8 +122,7 @@ class Scheduler:
             request, copies = admission
             swap_ins.extend(copies)
             add(request)
-        if rows:
-            swap_ins.extend(self.cache.take_swap_ins())
+        swap_ins.extend(self.cache.take_swap_ins(now))
         if not swap_ins:  # copies in both directions at once slow each other by a fifth (paper, section 5)
             self.cache.plan_ahead(now)
         return StepPlan(rows=tuple(rows), swap_ins=tuple(swap_ins), swap_outs=self.cache.take_swap_outs())

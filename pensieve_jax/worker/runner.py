@@ -138,6 +138,16 @@ class ModelRunner:
             )
         return self._head(graphs=graphs[-1], state=states[-1], x=x, batch=batch, sampling=sampling)
 
+    def load(self, stage_in: StageIn, pages: np.ndarray) -> None:
+        """Put every layer's staged pages into the pool, without running a layer.
+
+        Args:
+            stage_in: starts a layer's swap-in.
+            pages: i32[n]: where staged pages go; the pool's size for padding.
+        """
+        for layer in range(self.spec.num_layers):
+            self._pools[layer] = self._scatter(self._pools[layer], stage_in(layer), pages)
+
     def gather(self, pages: np.ndarray) -> list[jax.Array]:
         """Copy pages out of the pool, per layer [n, *page]; the pool's size in `pages` gives zeros."""
         return self._gather(self._pools, pages)

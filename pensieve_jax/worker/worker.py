@@ -45,7 +45,8 @@ class Worker:
         """Run one step and wait for its tokens.
 
         The order on the device: swap-outs read their pages; then, layer by layer, swap-ins are written
-        and the layer runs. A plan without rows waits for all copies to the host.
+        and the layer runs. A plan without rows only moves pages; one without swap-ins either waits for all
+        copies to the host.
 
         Raises:
             Exception: whatever the device raised; the pool is lost then and `reset` has to be called.
@@ -57,12 +58,15 @@ class Worker:
         samples: dict[int, SampledToken] = {}
         wait_s = 0.0
         failed_swap_ins: tuple[PageCopy, ...] = ()
-        if plan.rows:
-            try:
+        try:
+            if plan.rows:
                 samples, wait_s = self._compute(plan)
-            except TransferError:
-                failed_swap_ins = plan.swap_ins
-        done, failed = self._mover.ended(wait=not plan.rows) if self._mover else ((), ())
+            elif plan.swap_ins:
+                self._load(plan.swap_ins)
+        except TransferError:
+            failed_swap_ins = plan.swap_ins
+        idle = not plan.rows and not plan.swap_ins
+        done, failed = self._mover.ended(wait=idle) if self._mover else ((), ())
         return StepResult(
             samples=samples,
             finished_swap_outs=done,
@@ -120,6 +124,14 @@ class Worker:
             output = self._runner.run_resident(batch, sampling)
         tokens = to_sampled_tokens(output, requests)
         return {request_id: token for (request_id, _), token in zip(samples, tokens, strict=True)}, wait_s
+
+    def _load(self, copies: Sequence[PageCopy]) -> None:
+        """Copy host pages to the device, and nothing else."""
+        mover = self._mover
+        assert mover is not None, "swap-ins need a host tier"
+        host_pages = np.array([copy.host_page for copy in copies], np.int64)
+        pages = self._pad_pages([copy.device_page for copy in copies])
+        self._runner.load(lambda layer: mover.stage_in(layer, host_pages, len(pages)), pages)
 
     def _pad_pages(self, pages: Sequence[int]) -> np.ndarray:
         """i32[power of two]: the pages, then the pool's size, which means nowhere."""

@@ -58,14 +58,17 @@ class ManagerMachine(RuleBasedStateMachine):
     def step(self, swap_ins=(), failed=False):
         """What a worker does: swap-outs read first, then loads are written."""
         self.end_loads()
-        for copy in self.manager.take_swap_outs():
-            held = [self.device.get((copy.device_page, slot)) for slot in range(SIZE)]
-            self.copying.append((copy, held))
+        self.start_swap_outs()
         for copy in swap_ins:
             for slot in range(SIZE):
                 held = None if failed else self.host.get((copy.host_page, slot))
                 self.device[copy.device_page, slot] = held
         self.manager.swap_ins_ended(swap_ins, ok=not failed)
+
+    def start_swap_outs(self):
+        for copy in self.manager.take_swap_outs():
+            held = [self.device.get((copy.device_page, slot)) for slot in range(SIZE)]
+            self.copying.append((copy, held))
 
     def end_loads(self, ok=True):
         """Copies that hints have caused end: only now is the host page read and the device page written."""
@@ -246,7 +249,8 @@ class ManagerMachine(RuleBasedStateMachine):
         """The copies that this causes are under way until the next step: whatever happens to their chunks."""
         self.manager.warm(self.choose(data, self.idle))
         if start:
-            self.loading += self.manager.take_swap_ins()
+            self.loading += self.manager.take_swap_ins(self.tick())
+            self.start_swap_outs()  # their pages may be those of the loads
 
     @precondition(lambda self: self.loading and not self.running)
     @rule()

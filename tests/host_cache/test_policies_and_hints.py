@@ -92,21 +92,51 @@ def test_a_refused_admission_leaves_no_trace():
         books.check()
 
 
-def test_warm_loads_into_free_pages_only():
+def test_warm_up_takes_pages_that_are_free_or_idle():
     books = cache(device_pages=8, host_pages=8)
     turn(books, "a", range(16))
     turn(books, "b", range(50, 82))  # takes all pages: a is in the host
     assert books.manager.warm("a") == 4
-    assert books.manager.take_swap_ins() == ()
-    books.manager.forget("b")
-    assert books.manager.warm("a") == 4
-    assert books.manager.warm("b") == 0
-    copies = books.manager.take_swap_ins()
+    assert books.manager.has_hints
+    copies = books.manager.take_swap_ins(books.now)
     assert len(copies) == 4
+    assert not books.manager.has_hints
+    assert {c.device_page for c in books.manager.take_swap_outs()} == {c.device_page for c in copies}
     books.check()
+    assert books.manager.warm("b") == 0, "its swap-outs have not ended"
     books.manager.swap_ins_ended(copies, ok=True)
     plan = turn(books, "a", range(18))
     assert (plan.tokens_from_device, plan.tokens_from_host) == (16, 0)
+    assert books.manager.counters.chunks_warmed == 4
+
+
+@pytest.mark.parametrize(("reserve", "loaded"), [(0.0, 2), (0.125, 1), (0.25, 0)])
+def test_warm_up_takes_no_page_of_a_running_turn_nor_of_its_reserve(reserve, loaded):
+    books = cache(device_pages=8, host_pages=8, running_reserve=reserve)
+    turn(books, "a", range(16))
+    turn(books, "b", range(50, 82))
+    books.manager.forget("b")
+    assert books.admit("c", 24) is not None
+    books.manager.warm("a")
+    copies = books.manager.take_swap_ins(books.now)
+    assert len(copies) == loaded
+    books.check()
+    books.manager.swap_ins_ended(copies, ok=True)
+    books.check()
+
+
+def test_warm_up_does_not_make_room_with_its_own_chunks():
+    """Half of it is on the device and worth least of all that is there."""
+    books = cache(device_pages=8, host_pages=8)
+    turn(books, "a", range(32))
+    books.now += 1000
+    turn(books, "b", range(50, 66))  # the first half of a leaves
+    books.manager.warm("a")
+    copies = books.manager.take_swap_ins(books.now)
+    assert len(copies) == 4
+    books.manager.swap_ins_ended(copies, ok=True)
+    books.end_swap_outs()
+    assert turn(books, "a", range(32)).tokens_from_device == 31
 
 
 def test_a_failed_warm_up_is_a_gap():
@@ -115,7 +145,7 @@ def test_a_failed_warm_up_is_a_gap():
     turn(books, "b", range(50, 82))
     books.manager.forget("b")
     books.manager.warm("a")
-    books.manager.swap_ins_ended(books.manager.take_swap_ins(), ok=False)
+    books.manager.swap_ins_ended(books.manager.take_swap_ins(books.now), ok=False)
     books.check()
     assert turn(books, "a", range(18)).missing == ((0, 18),)
 
@@ -128,7 +158,7 @@ def test_chunks_may_go_while_they_are_loaded(what):
     turn(books, "b", range(50, 82))
     books.manager.forget("b")
     books.manager.warm("a")
-    copies = books.manager.take_swap_ins()
+    copies = books.manager.take_swap_ins(books.now)
     if what == "truncate":
         books.manager.truncate("a", 0)
     elif what == "time to live":
