@@ -64,6 +64,9 @@ class EngineConfig:
     """A second turn of a conversation that has an unfinished one: it waits, or it is refused."""
     execution: Literal["auto", "layered", "resident"] = "auto"
     """How steps without swap-ins run: layer by layer, in one call, or the better for the platform."""
+    run_ahead: bool | None = None
+    """Plan the next step and hand it to the device while a step computes. A stop token or stop string then
+    shows a step late, which costs that step's token, never a wrong one. None: on a GPU."""
     batch_invariant: bool = False
     """A turn's attention is the same bits whatever else runs beside it. Slower."""
     log_path: Path | None = None

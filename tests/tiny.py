@@ -84,6 +84,10 @@ class DenseContext:
         seen = (distance >= 0) & (distance < (sliding_window or 1 << 30))
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1), v)
 
+    def rotate_and_attend(self, qkv, rotary, **options):
+        q, k, v = qkv
+        return self.attend(rotary(q, rotary.q_norm), rotary(k, rotary.k_norm), v, **options)
+
 
 @partial(jax.jit, static_argnames="graph")
 def _forward(graph, state, token_ids):

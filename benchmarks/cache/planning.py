@@ -23,7 +23,7 @@ from host_cache.config import CacheConfig
 from host_cache.cost_model import analytic_cost
 from host_cache.manager import CacheManager
 from host_cache.policies import make_policy
-from pensieve_jax.core.plans import StepResult
+from pensieve_jax.core.plans import StepResult, StepStart
 from pensieve_jax.core.types import SampledToken, SamplingParams
 from pensieve_jax.scheduler.request import Request
 from pensieve_jax.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -93,14 +93,14 @@ class World:
         begin = time.perf_counter()
         plan = self.scheduler.schedule(self.now)
         took = time.perf_counter() - begin
+        assert plan is not None, "no step is under way"
         result = StepResult(
             samples={row.request_id: TOKEN for row in plan.rows if row.sample is not None},
             finished_swap_outs=plan.swap_outs,
             failed_swap_outs=(),
-            failed_swap_ins=(),
-            swap_in_wait_s=0.0,
         )
-        for output in self.scheduler.apply(plan, result, self.now):
+        self.scheduler.advance(plan, StepStart(), self.now)
+        for output in self.scheduler.apply(result, self.now):
             if output.finished:
                 request = self.requests.pop(output.request_id)
                 self.lengths[request.conversation_id] = request.num_tokens

@@ -35,6 +35,9 @@ class Row(NamedTuple):
     """i32[ceil(kv_len / page_size)]: device pages that hold those positions."""
     sample: SampleRequest | None
     """Choose the next token after this row; None where more of the prompt follows."""
+    awaited: bool = False
+    """The row's only token is the one that the step before has chosen for this request. Its value is still on
+    the device: what stands in `token_ids`, and last in `sample.context_ids`, means nothing."""
 
     @property
     def kv_len(self) -> int:
@@ -44,7 +47,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One iteration over a batch of rows. Executing it again before it is applied gives the same result."""
+    """One iteration over a batch of rows."""
 
     rows: tuple[Row, ...]
     """Rows of one request stand in ascending order of `start`."""
@@ -55,8 +58,19 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepStart:
+    """What is known of a step as soon as it was handed to the device. If `failed_swap_ins` is not empty, no
+    row counts as computed."""
+
+    failed_swap_ins: tuple[PageCopy, ...] = ()
+    """Copies of this step whose device page holds nothing."""
+    swap_in_wait_s: float = 0.0
+    """Time that compute waited for swap-ins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step did. If `failed_swap_ins` is not empty, no row counts as computed."""
+    """What a step has brought."""
 
     samples: Mapping[int, SampledToken]
     """Request id -> the token chosen after its last row."""
@@ -64,7 +78,3 @@ class StepResult:
     """Copies, of this step or earlier ones, whose bytes are in the host page now."""
     failed_swap_outs: tuple[PageCopy, ...]
     """Copies whose host page holds nothing."""
-    failed_swap_ins: tuple[PageCopy, ...]
-    """Copies of this step whose device page holds nothing."""
-    swap_in_wait_s: float
-    """Time that compute waited for swap-ins."""

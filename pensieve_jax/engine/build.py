@@ -56,6 +56,8 @@ class EngineParts:
     policy: EvictionPolicy
     encoder: InputEncoder
     worker: Worker
+    run_ahead: bool
+    """Plan and hand over a step while the step before computes."""
 
 
 def open_checkpoint(
@@ -115,6 +117,7 @@ def build_parts(
         policy=make_policy(config.tiers.policy, recompute_cost(model, cache_config.page_tokens)),
         encoder=InputEncoder(tokenizer, spec.vocab_size),
         worker=worker,
+        run_ahead=mesh.devices.flat[0].platform != "cpu" if config.run_ahead is None else config.run_ahead,
     )
 
 

@@ -1,6 +1,7 @@
 """The step loop: turns in, one step after the other, results out. For one thread at a time."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from pensieve_jax.core.errors import (
     PensieveError,
     RequestTooLargeError,
 )
-from pensieve_jax.core.plans import StepPlan, StepResult
+from pensieve_jax.core.plans import StepPlan
 from pensieve_jax.core.types import FinishReason, SamplingParams, TurnReceipt
 from pensieve_jax.engine.answer import Answer, receipt_of
 from pensieve_jax.engine.build import EngineParts
@@ -30,6 +31,7 @@ from pensieve_jax.models.interface import ModelSpec
 from pensieve_jax.scheduler.request import Request, RequestOutput
 from pensieve_jax.scheduler.scheduler import Scheduler
 from pensieve_jax.store.log import TurnRecord
+from pensieve_jax.worker.worker import PendingStep
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class TurnLoop:
         self._poisoned: frozenset[int] = frozenset()
         self._counters_before = CacheCounters()
         self._suspensions_before = 0
+        self._under_way: deque[PendingStep] = deque()
+        """Steps that the device has and whose results were not applied, the oldest first."""
         self._start_cache()
 
     @property
@@ -91,7 +95,8 @@ class TurnLoop:
         return bool(self._active)
 
     def step(self) -> bool:
-        """Run one step, if there is work.
+        """Plan a step and hand it to the device, if there is work; then take in what the step before has
+        brought or, if none may run ahead, this one.
 
         Returns:
             whether there was.
@@ -100,19 +105,19 @@ class TurnLoop:
             IntegrityError: the cache's books don't add up (only a `paranoid` engine looks).
         """
         if not self.has_work:
+            self._finish_steps()
             return False
         plan = self.scheduler.schedule(self._clock())
-        result = self._execute(plan)
-        if result is not None:
-            self._deliver(self.scheduler.apply(plan, result, self._clock()))
+        if plan is not None:
+            self._dispatch(plan)
+        self._finish_steps(keep=int(self.parts.run_ahead and plan is not None))
         return True
 
     def settle(self) -> None:
-        """Wait until all copies to the host have ended."""
-        plan = StepPlan(rows=(), swap_ins=(), swap_outs=self.cache.take_swap_outs())
-        result = self._execute(plan)
-        if result is not None:
-            self.scheduler.apply(plan, result, self._clock())
+        """Wait until all steps and all copies to the host have ended."""
+        self._finish_steps()
+        self._dispatch(StepPlan(rows=(), swap_ins=(), swap_outs=self.cache.take_swap_outs()))
+        self._finish_steps()
 
     def warm(self, state: ConversationState) -> int:
         """An idle conversation's next turn is near: the next step loads what the host has of it.
@@ -219,20 +224,35 @@ class TurnLoop:
 
     def _start_cache(self) -> None:
         parts = self.parts
+        self._under_way.clear()
         self.cache = CacheManager(parts.cache_config, parts.policy)
         self.scheduler = Scheduler(self.cache, self._config.scheduler)
 
-    def _execute(self, plan: StepPlan) -> StepResult | None:
-        """Run a plan. After a failure of the device the running turns have failed and the cache is empty."""
+    def _dispatch(self, plan: StepPlan) -> None:
+        """Hand a plan to the device. After a failure the running turns have failed and the cache is empty."""
         try:
-            result = self.parts.worker.execute(plan)
+            step = self.parts.worker.dispatch(plan)
         except Exception as error:
-            logger.exception("a step failed; its turns are given up and the cache starts anew")
+            logger.exception("a step can't be run")
             self._recover(error)
-            return None
-        return result
+            return
+        self.scheduler.advance(plan, step.start, self._clock())
+        self._under_way.append(step)
+
+    def _finish_steps(self, keep: int = 0) -> None:
+        """Take in what steps have brought until `keep` are under way. Failures are as in `_dispatch`."""
+        while len(self._under_way) > keep:
+            step = self._under_way.popleft()
+            try:
+                result = step.result()
+            except Exception as error:
+                logger.exception("a step broke off")
+                self._recover(error)
+                return
+            self._deliver(self.scheduler.apply(result, self._clock()))
 
     def _recover(self, error: Exception) -> None:
+        logger.error("the running turns are given up and the cache starts anew")
         turns = sorted(self._active.values(), key=lambda active: active.request.id)
         self.parts.worker.reset()
         self._poisoned = frozenset()

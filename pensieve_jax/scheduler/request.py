@@ -23,6 +23,7 @@ class Request:
     tokens: np.ndarray
     """i32[capacity]: history, new tokens and output; the first `num_tokens` are valid."""
     num_tokens: int
+    """Awaited ones included."""
     num_prompt_tokens: int
     """Tokens before the first output token: history and new ones."""
     num_history_tokens: int
@@ -39,14 +40,21 @@ class Request:
     """Where the context came from when it was first admitted."""
     tokens_restored: int = 0
     suspensions: int = 0
+    num_awaited: int = 0
+    """Tokens at the end that a step under way chooses: their values are not known yet."""
     swap_in_wait_s: float = 0.0
     first_step_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
 
     @property
+    def num_known(self) -> int:
+        """Tokens whose values are known."""
+        return self.num_tokens - self.num_awaited
+
+    @property
     def num_output_tokens(self) -> int:
-        """Tokens produced so far."""
+        """Tokens produced so far, awaited ones included."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -54,13 +62,26 @@ class Request:
         """Whether one token is left to compute before the next is chosen."""
         return len(self.pending) == 1 and self.pending[0][1] - self.pending[0][0] == 1
 
-    def append(self, token_id: int) -> None:
-        """Add an output token, which is then the one to compute."""
+    def await_token(self) -> None:
+        """Add the output token that a step under way chooses. It is the next to compute, unless it is the
+        last one."""
         if self.num_tokens == len(self.tokens):
             self.tokens = np.concatenate([self.tokens, np.zeros(max(64, self.num_tokens), np.int32)])
-        self.tokens[self.num_tokens] = token_id
         self.num_tokens += 1
-        self.pending.append((self.num_tokens - 1, self.num_tokens))
+        self.num_awaited += 1
+        assert self.params.max_tokens is not None
+        if self.num_output_tokens < self.params.max_tokens:
+            self.pending.append((self.num_tokens - 1, self.num_tokens))
+
+    def learn(self, token_id: int) -> None:
+        """The value of the first awaited token has come."""
+        self.tokens[self.num_known] = token_id
+        self.num_awaited -= 1
+
+    def forget_awaited(self) -> None:
+        """The request has ended: nobody wants the tokens that are still to come."""
+        self.num_tokens = self.num_known
+        self.num_awaited = 0
 
     def pieces(self, budget: int) -> Iterator[tuple[int, int]]:
         """The next ranges to compute, of at most `budget` tokens in all."""

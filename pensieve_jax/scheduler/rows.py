@@ -41,6 +41,7 @@ def row_of(request: Request, cache: CacheManager, start: int, end: int) -> Row:
         start,
         cache.page_ids(request.conversation_id, end),
         _sample_request(request) if end == request.num_tokens else None,
+        end > request.num_known,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from host_cache.manager import CacheManager
 from host_cache.plan import CachePlan, PageCopy
 from pensieve_jax.core.errors import InvalidArgumentError
-from pensieve_jax.core.plans import StepPlan, StepResult
+from pensieve_jax.core.plans import StepPlan, StepResult, StepStart
 from pensieve_jax.scheduler.queue import WaitingQueue
 from pensieve_jax.scheduler.request import AdmissionCounts, Request, RequestOutput
 from pensieve_jax.scheduler.rows import row_of, rows_of
@@ -36,7 +36,9 @@ class SchedulerConfig:
 class Scheduler:
     """Decides each step's rows and copies, and takes in what the step brought.
 
-    Call `schedule`, let a worker execute the plan, then `apply` its result, in turn.
+    Call `schedule`, hand the plan to a worker, then `advance`; when the step's tokens have come, `apply` its
+    result. The next step may be scheduled before that: its rows then stand over tokens whose values only the
+    device knows.
     """
 
     def __init__(self, cache: CacheManager, config: SchedulerConfig) -> None:
@@ -46,7 +48,9 @@ class Scheduler:
         self._running: dict[int, Request] = {}
         """By id, hence in the order of arrival when sorted."""
         self._admitted: list[tuple[Request, CachePlan]] = []
-        """Admitted in the step that is under way."""
+        """Admitted in the plan that `advance` has not seen yet."""
+        self._num_under_way = 0
+        """Steps that were advanced and not applied."""
         self.num_suspensions = 0
         """Since the start."""
 
@@ -72,23 +76,32 @@ class Scheduler:
         self._waiting.push(request)
 
     def end(self, request: Request, now: float) -> None:
-        """End a request between steps, whether it waits or runs. The KV it has computed stays."""
+        """End a request, whether it waits or runs. The KV it has computed stays; a row of it in a step that
+        is under way comes to nothing."""
         if request.running:
+            ran_ahead = request.num_awaited > 0
             self._stop_running(request)
+            request.forget_awaited()
             tokens = request.tokens[: request.num_tokens]
             self.cache.finish(request.conversation_id, now, tokens)
+            if ran_ahead:  # what was computed past the end is given back: as if no step had run ahead
+                self.cache.truncate(request.conversation_id, len(tokens) - 1)
         else:
             self._waiting.remove(request)
 
-    def schedule(self, now: float) -> StepPlan:
+    def schedule(self, now: float) -> StepPlan | None:
         """Plan one step: decode rows first, then prompts in the order of arrival, then newcomers.
 
         Returns:
-            the plan; without rows if nothing can run before copies to the host have ended, or if nothing
-            runs and a hint asks for copies to the device.
+            the plan, without rows if nothing can run before copies to the host have ended, or if nothing
+            runs and a hint asks for copies to the device; None if the step that is under way has to be
+            applied first.
         """
         running = sorted(self._running.values(), key=_arrival)
-        if self._give_next_pages(running, now):
+        if not self._give_next_pages(running, now):
+            if self._num_under_way:  # it may end requests, so that none has to be suspended
+                return None
+            self._suspend_for_next_pages(running, now)
             running = [request for request in running if request.running]
         # A decoding request needs the row of its last token: no budget to ask, since max_rows fit a step.
         rows = [
@@ -122,78 +135,90 @@ class Scheduler:
             request, copies = admission
             swap_ins.extend(copies)
             add(request)
+        if not rows and self._num_under_way:
+            return None
         swap_ins.extend(self.cache.take_swap_ins(now))
         if not swap_ins:  # copies in both directions at once slow each other by a fifth (paper, section 5)
             self.cache.plan_ahead(now)
         return StepPlan(rows=tuple(rows), swap_ins=tuple(swap_ins), swap_outs=self.cache.take_swap_outs())
 
-    def apply(self, plan: StepPlan, result: StepResult, now: float) -> tuple[RequestOutput, ...]:
-        """Take in what a step brought.
+    def advance(self, plan: StepPlan, start: StepStart, now: float) -> None:
+        """Take a step that was handed to the device for done, but for the values of its tokens.
 
-        If swap-ins failed, nothing counts as computed, and the requests that were admitted with the step
-        return to the queue; the next admission recomputes what could not be loaded.
-
-        Returns:
-            an output for every request that got a token.
+        The device runs steps in order, so what a later step reads is computed by then. If swap-ins failed,
+        nothing counts as computed, and the requests that were admitted with the step return to the queue; the
+        next admission recomputes what could not be loaded.
         """
-        self.cache.swap_outs_ended(result.finished_swap_outs, ok=True)
-        self.cache.swap_outs_ended(result.failed_swap_outs, ok=False)
-        failed = frozenset(result.failed_swap_ins)
+        self._num_under_way += 1
+        failed = frozenset(start.failed_swap_ins)
         self.cache.swap_ins_ended((copy for copy in plan.swap_ins if copy not in failed), ok=True)
         self.cache.swap_ins_ended(failed, ok=False)
+        admitted, self._admitted = self._admitted, []
         if failed:
-            for request, _ in self._admitted:
+            for request, _ in admitted:
                 if not request.num_computed:
                     request.counts = None
                 self._suspend(request, now)
-            return ()
-        for request, cache_plan in self._admitted:
+            return
+        for request, cache_plan in admitted:
             self.cache.admitted(cache_plan)
-            request.swap_in_wait_s += result.swap_in_wait_s
-        self._admitted = []
+            request.swap_in_wait_s += start.swap_in_wait_s
         for row in plan.rows:
             request = self._running[row.request_id]
             self.cache.computed(request.conversation_id, row.start, row.kv_len)
             request.computed(row.start, row.kv_len)
+            if row.sample is not None:
+                request.await_token()
+
+    def apply(self, result: StepResult, now: float) -> tuple[RequestOutput, ...]:
+        """Take in what the oldest step that was advanced has brought.
+
+        Returns:
+            an output for every request that got a token and has not ended meanwhile.
+        """
+        self._num_under_way -= 1
+        self.cache.swap_outs_ended(result.finished_swap_outs, ok=True)
+        self.cache.swap_outs_ended(result.failed_swap_outs, ok=False)
         return tuple(self._outputs(result, now))
 
     def _outputs(self, result: StepResult, now: float) -> Iterable[RequestOutput]:
         for request_id, token in result.samples.items():
-            request = self._running[request_id]
-            request.append(token.token_id)
+            request = self._running.get(request_id)
+            if request is None:  # it ended after the step was planned
+                continue
+            request.learn(token.token_id)
             request.first_token_s = request.first_token_s if request.first_token_s is not None else now
             request.last_token_s = now
             stopped = token.token_id in request.stop_token_ids
-            assert request.params.max_tokens is not None
-            finished = stopped or request.num_output_tokens >= request.params.max_tokens
+            finished = stopped or not (request.pending or request.num_awaited)
             if finished:
                 self.end(request, now)
             yield RequestOutput(request_id=request_id, token=token, finished=finished, stopped=stopped)
 
     def _give_next_pages(self, running: list[Request], now: float) -> bool:
-        """Give every running request a page for its next token, suspending the latest arrivals if pages
-        are short (paper 4.3.5).
+        """Give every running request a page for its next token.
 
         Returns:
-            whether any was suspended.
+            False if pages are short: some requests may have theirs.
         """
-        suspended = False
         for request in running:
-            if request.num_tokens <= request.capacity_tokens:
-                continue
-            while request.running and not self.cache.grow(request.conversation_id, request.num_tokens, now):
-                latest = max(self._running.values(), key=_arrival)
-                latest.suspensions += 1
-                self.num_suspensions += 1
-                self._suspend(latest, now)
-                suspended = True
-            if request.running:
+            if request.num_tokens > request.capacity_tokens and request.pending:
+                if not self.cache.grow(request.conversation_id, request.num_tokens, now):
+                    return False
                 request.capacity_tokens = self.cache.capacity(request.conversation_id)
-        return suspended
+        return True
+
+    def _suspend_for_next_pages(self, running: list[Request], now: float) -> None:
+        """Suspend the latest arrivals until all others have a page for their next token (paper 4.3.5)."""
+        while not self._give_next_pages([request for request in running if request.running], now):
+            latest = max(self._running.values(), key=_arrival)
+            latest.suspensions += 1
+            self.num_suspensions += 1
+            self._suspend(latest, now)
 
     def _admit_first(self, now: float) -> tuple[Request, tuple[PageCopy, ...]] | None:
         request = self._waiting.first()
-        if request is None or len(self._running) >= self.config.max_rows:
+        if request is None or self._num_busy() >= self.config.max_rows:
             return None
         again = request.counts is not None
         plan = self.cache.admit(
@@ -227,7 +252,14 @@ class Scheduler:
             )
         return request, plan.swap_ins
 
+    def _num_busy(self) -> int:
+        """Requests that run and have something left to compute."""
+        if len(self._running) < self.config.max_rows:
+            return len(self._running)
+        return sum(bool(request.pending) for request in self._running.values())
+
     def _suspend(self, request: Request, now: float) -> None:
+        assert not request.num_awaited, "whoever waits knows all of its tokens"
         self._stop_running(request)
         self.cache.suspend(request.conversation_id, now)
         self._waiting.push(request)

@@ -12,7 +12,7 @@ from host_cache.counters import CacheCounters
 from host_cache.manager import CacheManager
 from host_cache.policies import make_policy
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.plans import StepResult
+from pensieve_jax.core.plans import StepResult, StepStart
 from pensieve_jax.core.types import SampledToken, SamplingParams
 from pensieve_jax.scheduler.request import Request
 from pensieve_jax.scheduler.scheduler import Scheduler
@@ -147,6 +147,7 @@ class Simulation:
         """
         copies_under_way = self._worker.copies_under_way
         plan = self.scheduler.schedule(self._now)
+        assert plan is not None, "no step is under way"
         waited = self.scheduler.num_waiting > 0
         if not plan.rows:
             self._wait_for_copies(plan.swap_outs)
@@ -161,12 +162,11 @@ class Simulation:
             samples=samples,
             finished_swap_outs=tuple(outcome.finished_swap_outs),
             failed_swap_outs=(),
-            failed_swap_ins=(),
-            swap_in_wait_s=outcome.swap_in_wait_s,
         )
         all_sample = len(samples) == self.scheduler.num_running
         ended = False
-        for output in self.scheduler.apply(plan, result, self._now):
+        self.scheduler.advance(plan, StepStart(swap_in_wait_s=outcome.swap_in_wait_s), self._now)
+        for output in self.scheduler.apply(result, self._now):
             if output.finished:
                 ended = True
                 self._finish(live[output.request_id], self._now)

@@ -64,6 +64,13 @@ class PenaltyArrays:
     """f32[S]: 0 is neutral."""
     frequency: Array
     """f32[S]: 0 is neutral."""
+    sources: Array
+    """i32[S]: the place among `previous` of the context's last token where only the device knows it;
+    max_samples elsewhere."""
+    awaited_places: Array
+    """i32[S]: the place of that token in `token_ids`; H for rows that know all of their tokens."""
+    previous: Array
+    """i32[max_samples]: what the step before has chosen."""
 
 
 @jax.tree_util.register_dataclass
@@ -110,6 +117,8 @@ class SamplingArrays:
     """Whether a row wants the log probability of its token."""
     top_logprobs: bool = field(metadata={"static": True})
     """Whether a row wants the likeliest alternatives too."""
+    max_samples: int = field(metadata={"static": True})
+    """Tokens that one step chooses at most."""
 
 
 @jax.tree_util.register_dataclass
@@ -123,6 +132,8 @@ class SampleOutput:
 
     token_ids: Array
     """i32[S]"""
+    for_next_step: Array | None
+    """i32[max_samples]: the same, padded: one shape whatever S is."""
     logprobs: Array | None
     """f32[S]: of the chosen tokens."""
     top_ids: Array | None
@@ -132,7 +143,12 @@ class SampleOutput:
 
 
 def sampling_arrays(
-    requests: Sequence[SampleRequest], *, padded_rows: int, vocab_size: int
+    requests: Sequence[SampleRequest],
+    *,
+    padded_rows: int,
+    vocab_size: int,
+    sources: np.ndarray,
+    previous: Array,
 ) -> SamplingArrays:
     """Packs the requests of a batch for `sample`, on the host, with NumPy.
 
@@ -141,6 +157,9 @@ def sampling_arrays(
         padded_rows: S, the number of rows of the logits, at least `len(requests)`. Rows past the requests get
             neutral settings.
         vocab_size: V, the width of the logits.
+        sources: i32[S]: the place among `previous` of the last token of each row's context where only the
+            device knows it; max_samples elsewhere.
+        previous: i32[max_samples]: what the step before has chosen.
 
     Raises:
         InvalidArgumentError: a logit bias names a token outside the vocabulary, or there are fewer rows than
@@ -155,11 +174,14 @@ def sampling_arrays(
     filtered = any(0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0 for p in sampled)
     return SamplingArrays(
         bias=_bias_arrays(requests, padded_rows, vocab_size) if biased else None,
-        penalties=_penalty_arrays(requests, padded_rows, vocab_size) if penalised else None,
+        penalties=_penalty_arrays(requests, padded_rows, vocab_size, sources, previous)
+        if penalised
+        else None,
         filters=_filter_arrays(requests, padded_rows, vocab_size) if filtered else None,
         draw=_draw_arrays(requests, padded_rows) if sampled else None,
         logprobs=any(p.logprobs is not None for p in params),
         top_logprobs=any(p.logprobs for p in params),
+        max_samples=len(previous),
     )
 
 
@@ -191,7 +213,13 @@ def sample(logits: jax.Array, arrays: SamplingArrays) -> SampleOutput:
         if arrays.top_logprobs:
             top_logits, top_ids = jax.lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
             top_logprobs = top_logits - log_total
-    return SampleOutput(token_ids=token_ids, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
+    return SampleOutput(
+        token_ids=token_ids,
+        for_next_step=jnp.pad(token_ids, (0, arrays.max_samples - len(token_ids))),
+        logprobs=logprobs,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
 
 
 def to_sampled_tokens(output: SampleOutput, requests: Sequence[SampleRequest]) -> list[SampledToken]:
@@ -249,7 +277,13 @@ def _bias_arrays(requests: Sequence[SampleRequest], padded_rows: int, vocab_size
     return BiasArrays(token_ids=token_ids, values=values)
 
 
-def _penalty_arrays(requests: Sequence[SampleRequest], padded_rows: int, vocab_size: int) -> PenaltyArrays:
+def _penalty_arrays(
+    requests: Sequence[SampleRequest],
+    padded_rows: int,
+    vocab_size: int,
+    sources: np.ndarray,
+    previous: Array,
+) -> PenaltyArrays:
     histories = [_penalised_history(request) for request in requests]
     width = _width(max(len(history) for history in histories), _MIN_HISTORY_WIDTH)
     token_ids = np.full((padded_rows, width), vocab_size, np.int32)
@@ -258,6 +292,10 @@ def _penalty_arrays(requests: Sequence[SampleRequest], padded_rows: int, vocab_s
     starts = (
         len(history) - request.num_generated for history, request in zip(histories, requests, strict=True)
     )
+    awaited_places = (
+        len(history) - 1 if len(history) and source < len(previous) else width
+        for history, source in zip(histories, sources, strict=False)
+    )
     params = [request.params for request in requests]
     return PenaltyArrays(
         token_ids=token_ids,
@@ -265,6 +303,9 @@ def _penalty_arrays(requests: Sequence[SampleRequest], padded_rows: int, vocab_s
         repetition=_padded((p.repetition_penalty for p in params), padded_rows, 1, np.float32),
         presence=_padded((p.presence_penalty for p in params), padded_rows, 0, np.float32),
         frequency=_padded((p.frequency_penalty for p in params), padded_rows, 0, np.float32),
+        sources=sources,
+        awaited_places=_padded(awaited_places, padded_rows, width, np.int32),
+        previous=previous,
     )
 
 
@@ -312,6 +353,8 @@ def _penalise(scores: jax.Array, penalties: PenaltyArrays) -> jax.Array:
     """Repetition as in CTRL (arXiv 1909.05858) over the whole context, the other two as in OpenAI's API."""
     token_ids = jnp.asarray(penalties.token_ids)
     rows = jnp.arange(scores.shape[0])[:, None]
+    awaited = jnp.asarray(penalties.previous).at[penalties.sources].get(mode="fill", fill_value=0)
+    token_ids = token_ids.at[rows[:, 0], penalties.awaited_places].set(awaited, mode="drop")
     is_output = jnp.arange(token_ids.shape[1]) >= jnp.asarray(penalties.output_starts)[:, None]
     seen = jnp.zeros(scores.shape, jnp.bool_).at[rows, token_ids].set(True, mode="drop")
     zeros = jnp.zeros(scores.shape, jnp.int32)

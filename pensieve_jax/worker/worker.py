@@ -2,25 +2,70 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from host_cache.errors import TransferError
 from host_cache.plan import PageCopy
 from host_cache.transfer import PageMover, PinnedPool
-from pensieve_jax.core.plans import StepPlan, StepResult
+from pensieve_jax.core.plans import SampleRequest, StepPlan, StepResult, StepStart
 from pensieve_jax.core.types import SampledToken
 from pensieve_jax.models.interface import ServableModel
-from pensieve_jax.worker.batch import BatchShapes, bucket, pack
+from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, bucket, pack
 from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
-from pensieve_jax.worker.sampling import sampling_arrays, to_sampled_tokens
+from pensieve_jax.worker.sampling import SampleOutput, sampling_arrays, to_sampled_tokens
 
 type Execution = Literal["auto", "layered", "resident"]
 """How a step without swap-ins runs: layer by layer, in one call, or the better for the platform: one call on
 a GPU; layer by layer on a CPU, where a layer takes longer than its dispatch and one layer compiles faster."""
+
+
+class PendingStep:
+    """A step that was handed to the device."""
+
+    def __init__(
+        self,
+        start: StepStart,
+        mover: PageMover | None,
+        output: SampleOutput | None = None,
+        samples: Sequence[tuple[int, SampleRequest]] = (),
+        *,
+        wait_for_copies: bool = False,
+    ) -> None:
+        """Args:
+        start: what is known at once.
+        mover: copies to the host that have ended are taken from it; None without a host tier.
+        output: the tokens, on their way; None: the step computes nothing.
+        samples: request id and how to choose, for each of them.
+        wait_for_copies: whether the result waits for all copies to the host.
+        """
+        self.start = start
+        self._mover = mover
+        self._output = output
+        self._samples = samples
+        self._wait_for_copies = wait_for_copies
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+
+    def result(self) -> StepResult:
+        """Wait for the step's tokens. To be called once, and in the order of the steps.
+
+        Raises:
+            Exception: whatever the device raised; the pool is lost then and `Worker.reset` has to be called.
+        """
+        tokens: Sequence[SampledToken] = ()
+        if self._output is not None:
+            tokens = to_sampled_tokens(self._output, [request for _, request in self._samples])
+        done, failed = self._mover.ended(wait=self._wait_for_copies) if self._mover else ((), ())
+        return StepResult(
+            samples={request_id: token for (request_id, _), token in zip(self._samples, tokens, strict=True)},
+            finished_swap_outs=done,
+            failed_swap_outs=failed,
+        )
 
 
 class Worker:
@@ -40,13 +85,14 @@ class Worker:
         self._shapes = shapes
         on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
         self._layered = execution == "layered" or (execution == "auto" and on_cpu)
+        self._previous = self._nothing_chosen()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and wait for its tokens.
+    def dispatch(self, plan: StepPlan) -> PendingStep:
+        """Hand a step to the device, without waiting for its tokens. Steps run one after the other.
 
         The order on the device: swap-outs read their pages; then, layer by layer, swap-ins are written
-        and the layer runs. A plan without rows only moves pages; one without swap-ins either waits for all
-        copies to the host.
+        and the layer runs. A plan without rows only moves pages; the result of one without swap-ins either
+        waits for all copies to the host.
 
         Raises:
             Exception: whatever the device raised; the pool is lost then and `reset` has to be called.
@@ -55,30 +101,20 @@ class Worker:
             assert self._mover is not None, "swap-outs need a host tier"
             staged = self._runner.gather(self._pad_pages([copy.device_page for copy in plan.swap_outs]))
             self._mover.swap_out(plan.swap_outs, staged)
-        samples: dict[int, SampledToken] = {}
-        wait_s = 0.0
-        failed_swap_ins: tuple[PageCopy, ...] = ()
         try:
             if plan.rows:
-                samples, wait_s = self._compute(plan)
-            elif plan.swap_ins:
+                return self._compute(plan)
+            if plan.swap_ins:
                 self._load(plan.swap_ins)
         except TransferError:
-            failed_swap_ins = plan.swap_ins
-        idle = not plan.rows and not plan.swap_ins
-        done, failed = self._mover.ended(wait=idle) if self._mover else ((), ())
-        return StepResult(
-            samples=samples,
-            finished_swap_outs=done,
-            failed_swap_outs=failed,
-            failed_swap_ins=failed_swap_ins,
-            swap_in_wait_s=wait_s,
-        )
+            return PendingStep(StepStart(failed_swap_ins=plan.swap_ins), self._mover)
+        return PendingStep(StepStart(), self._mover, wait_for_copies=not plan.swap_ins)
 
     def reset(self) -> None:
-        """Start over with an empty pool, after `execute` has raised. Copies under way come to nothing."""
+        """Start over with an empty pool, after a step has raised. What is under way comes to nothing."""
         if self._mover is not None:
             self._mover.ended(wait=True)
+        self._previous = self._nothing_chosen()
         self._runner.reset_pool()
 
     def set_weights(self, model: ServableModel) -> None:
@@ -100,11 +136,14 @@ class Worker:
         if pages:
             self._runner.fill(self._pad_pages(pages), float("nan"))
 
-    def _compute(self, plan: StepPlan) -> tuple[dict[int, SampledToken], float]:
-        batch, samples = pack(plan.rows, self._shapes)
-        requests = [request for _, request in samples]
+    def _compute(self, plan: StepPlan) -> PendingStep:
+        batch, samples = pack(plan.rows, self._shapes, self._previous)
         sampling = sampling_arrays(
-            requests, padded_rows=len(batch.sample_tokens), vocab_size=self._runner.spec.vocab_size
+            [request for _, request in samples],
+            padded_rows=len(batch.sample_tokens),
+            vocab_size=self._runner.spec.vocab_size,
+            sources=np.asarray(batch.sources)[batch.sample_tokens],
+            previous=self._previous.token_ids,
         )
         wait_s = 0.0
         if plan.swap_ins or self._layered:
@@ -122,8 +161,17 @@ class Worker:
             output = self._runner.run_layered(batch, sampling, stage_in if plan.swap_ins else None, pages)
         else:
             output = self._runner.run_resident(batch, sampling)
-        tokens = to_sampled_tokens(output, requests)
-        return {request_id: token for (request_id, _), token in zip(samples, tokens, strict=True)}, wait_s
+        assert output.for_next_step is not None
+        places = {request_id: place for place, (request_id, _) in enumerate(samples)}
+        self._previous = PreviousSamples(token_ids=output.for_next_step, places=places)
+        output = replace(output, for_next_step=None)
+        return PendingStep(StepStart(swap_in_wait_s=wait_s), self._mover, output, samples)
+
+    def _nothing_chosen(self) -> PreviousSamples:
+        # Placed as a step's output is, which spares compiling for another placement.
+        everywhere = NamedSharding(self._runner.mesh, PartitionSpec())
+        token_ids = jax.device_put(np.zeros(self._shapes.max_samples, np.int32), everywhere)
+        return PreviousSamples(token_ids=token_ids, places={})
 
     def _load(self, copies: Sequence[PageCopy]) -> None:
         """Copy host pages to the device, and nothing else."""

@@ -23,7 +23,7 @@ POOLS = {
 class Driver:
     """Performs random operations on an engine and checks every answer that comes out."""
 
-    def __init__(self, model, pool, policy="retention-value", execution="auto"):
+    def __init__(self, model, pool, policy="retention-value", execution="auto", run_ahead=False):
         device_pages, host_pages = POOLS[pool]
         self.model = model
         self.limit = device_pages * 32
@@ -31,13 +31,15 @@ class Driver:
             tiers=TierConfig(device_pages=device_pages, host_pages=host_pages, policy=policy),
             scheduler=SchedulerConfig(step_tokens=96, max_rows=6),
             execution=execution,
+            run_ahead=run_ahead,
             background=False,
             paranoid=True,
         )
         self.engine = Engine(model, config=config)
         self.log = {}  # conversation id -> list of turns, each a list of token ids
         self.pending = {}  # turn -> tokens given
-        self.cancels = self.forks = self.rewinds = 0
+        self.stops = {}  # turn -> token ids that end it
+        self.cancels = self.forks = self.rewinds = self.stopped = 0
 
     def tokens(self, conversation):
         return [t for turn in self.log[conversation] for t in turn]
@@ -61,8 +63,10 @@ class Driver:
         given_ids = [rng.randrange(VOCAB) for _ in range(new)]
         if not self.log[conversation] and rng.random() < 0.5:  # many conversations begin alike
             given_ids = [7 * i % VOCAB for i in range(min(70, new - 1))] + given_ids[-1:]
-        turn = self.engine.submit(conversation, given_ids, SamplingParams(max_tokens=output))
-        self.pending[turn] = given_ids
+        stops = tuple(rng.sample(range(VOCAB), 8)) if rng.random() < 0.3 else ()
+        params = SamplingParams(max_tokens=output, stop_token_ids=stops)
+        turn = self.engine.submit(conversation, given_ids, params)
+        self.pending[turn], self.stops[turn] = given_ids, stops
 
     def step(self, count):
         for _ in range(count):
@@ -71,9 +75,11 @@ class Driver:
 
     def collect(self):
         for turn in [t for t in self.pending if t.done]:
-            given_ids = self.pending.pop(turn)
+            given_ids, stops = self.pending.pop(turn), self.stops.pop(turn)
             result = turn.result()
-            assert result.finish_reason is FinishReason.LENGTH
+            self.stopped += result.finish_reason is FinishReason.STOP
+            assert (result.token_ids[-1] in stops) or result.finish_reason is FinishReason.LENGTH
+            assert not set(result.token_ids[:-1]) & set(stops)
             history = self.tokens(turn.conversation_id)
             assert_greedy(self.model, history + given_ids, result.token_ids)
             self.log[turn.conversation_id].append([*given_ids, *result.token_ids])
@@ -151,10 +157,10 @@ def drivers(model):
     """One engine per pool for all drawn cases, so that each shape compiles once."""
     made = {}
 
-    def get(pool):
-        if pool not in made:
-            made[pool] = Driver(model, pool)
-        return made[pool]
+    def get(pool, run_ahead):
+        if (pool, run_ahead) not in made:
+            made[pool, run_ahead] = Driver(model, pool, run_ahead=run_ahead)
+        return made[pool, run_ahead]
 
     yield get
     for driver in made.values():
@@ -162,17 +168,24 @@ def drivers(model):
 
 
 @settings(max_examples=25, deadline=None)
-@given(pool=st.sampled_from(sorted(POOLS)), seed=st.integers(0, 2**32), length=st.integers(5, 40))
-def test_drawn_operations(drivers, pool, seed, length):
-    driver = drivers(pool)
+@given(
+    pool=st.sampled_from(sorted(POOLS)),
+    run_ahead=st.booleans(),
+    seed=st.integers(0, 2**32),
+    length=st.integers(5, 40),
+)
+def test_drawn_operations(drivers, pool, run_ahead, seed, length):
+    driver = drivers(pool, run_ahead)
     driver.play(random.Random(seed), length)
     driver.clear()
 
 
-@pytest.mark.parametrize("policy", ["retention-value", "lru", "share-aware"])
-def test_every_path_was_taken(model, policy):
+@pytest.mark.parametrize(
+    ("policy", "run_ahead"), [("retention-value", True), ("lru", False), ("share-aware", True)]
+)
+def test_every_path_was_taken(model, policy, run_ahead):
     """A long run under pressure, and the proof that it met what it is meant to test."""
-    driver = Driver(model, "tight-host", policy)
+    driver = Driver(model, "tight-host", policy, run_ahead=run_ahead)
     driver.play(random.Random(7), 250)
     counters = driver.engine.counters
     assert counters.tokens_from_device > 0
@@ -185,11 +198,11 @@ def test_every_path_was_taken(model, policy):
     assert counters.chunks_dropped > 0
     assert counters.pages_reclaimed > 0
     assert driver.engine.num_suspensions > 0
-    assert min(driver.cancels, driver.forks, driver.rewinds) > 0
+    assert min(driver.cancels, driver.forks, driver.rewinds, driver.stopped) > 0
     driver.engine.close()
 
 
 def test_resident_execution(model):
-    driver = Driver(model, "tight-host", execution="resident")
+    driver = Driver(model, "tight-host", execution="resident", run_ahead=True)
     driver.play(random.Random(3), 60)
     driver.engine.close()

@@ -54,9 +54,9 @@ def trouble(engine):
     return worker._mover
 
 
-@pytest.fixture(scope="module")
-def shared_engine():
-    with small_engine() as engine:
+@pytest.fixture(scope="module", params=[False, True], ids=["in step", "run ahead"])
+def shared_engine(request):
+    with small_engine(run_ahead=request.param) as engine:
         trouble(engine)
         yield engine
 
@@ -324,12 +324,12 @@ def test_deleted_while_its_copies_are_late(engine, mover):
 
 def test_random_trouble():
     """Random operations while copies fail and come late in both directions."""
-    driver = Driver(tiny_model(), "tight-host")
+    driver = Driver(tiny_model(), "tight-host", run_ahead=True)
     mover, drawn = trouble(driver.engine), random.Random(12)  # how often it is asked depends on time
     mover.fails_in = lambda: drawn.random() < 0.25
     mover.fails_out = lambda: drawn.random() < 0.15
     mover.late = lambda: drawn.random() < 0.4
-    driver.play(random.Random(11), 350)
+    driver.play(random.Random(19), 450)
     counters = driver.engine.counters
     assert counters.chunks_swapped_in > 5
     assert counters.failed_swap_ins > 0

@@ -5,12 +5,18 @@ import pytest
 
 from pensieve_jax.core.plans import Row
 from pensieve_jax.worker import batch
-from pensieve_jax.worker.batch import BatchShapes, pack, planned_heads
+from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, planned_heads
 from tests.tiny import SPEC
 
 
 def shapes(**changes):
     return BatchShapes(**{"num_pages": 64, "page_tokens": 32, "max_rows": 8, "max_pages": 16, **changes})
+
+
+def pack(rows, given, chosen=(), places=None):
+    previous = np.zeros(given.max_samples, np.int32)
+    previous[: len(chosen)] = chosen
+    return batch.pack(rows, given, PreviousSamples(token_ids=previous, places=places or {}))
 
 
 def row(start, count, first_page=0):
@@ -40,3 +46,10 @@ def test_batch_invariance_reaches_the_plan(invariant):
     alone = pack([long], given)[0].attention.schedule
     merged = alone.merges[:, 0].max()
     assert merged == 3 if invariant else merged > 20
+
+
+def test_awaited_tokens_come_from_the_step_before():
+    rows = [row(40, 1), row(70, 1, 4)._replace(request_id=7, awaited=True), row(0, 3, 8)]
+    arrays, _ = pack(rows, shapes(), chosen=[11, 12, 13], places={7: 2, 9: 1})
+    token_ids = np.asarray(arrays.token_ids).tolist()
+    assert token_ids == [0, 13, 0, 1, 2] + [0] * 11

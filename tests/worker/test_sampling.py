@@ -27,6 +27,14 @@ def make_request(
     return SampleRequest(params=params, num_generated=generated, context_ids=context_ids)
 
 
+def pack(requests: list[SampleRequest], **sizes: int) -> SamplingArrays:
+    """For requests whose tokens the host knows."""
+    rows = sizes["padded_rows"]
+    return sampling_arrays(
+        requests, sources=np.full(rows, rows, np.int32), previous=np.zeros(rows, np.int32), **sizes
+    )
+
+
 def run(
     logits: np.ndarray, requests: list[SampleRequest], padded_rows: int | None = None
 ) -> list[SampledToken]:
@@ -34,7 +42,7 @@ def run(
     padded_rows = padded_rows or len(requests)
     padded = np.full((padded_rows, logits.shape[1]), np.nan, np.float32)
     padded[: len(requests)] = logits
-    arrays = sampling_arrays(requests, padded_rows=padded_rows, vocab_size=logits.shape[1])
+    arrays = pack(requests, padded_rows=padded_rows, vocab_size=logits.shape[1])
     return to_sampled_tokens(jitted_sample(jnp.asarray(padded), arrays), requests)
 
 
@@ -255,7 +263,7 @@ def test_more_alternatives_than_tokens() -> None:
 
 def test_a_greedy_batch_neither_sorts_nor_draws_nor_moves_arrays() -> None:
     def program(params: SamplingParams) -> tuple[SamplingArrays, str]:
-        arrays = sampling_arrays([make_request(params)] * 2, padded_rows=4, vocab_size=VOCAB)
+        arrays = pack([make_request(params)] * 2, padded_rows=4, vocab_size=VOCAB)
         return arrays, jax.jit(sample).lower(jnp.zeros((4, VOCAB)), arrays).as_text()
 
     costly = ("stablehlo.sort", "stablehlo.exponential", "threefry")
@@ -278,7 +286,7 @@ def test_few_variants_are_compiled() -> None:
 
 def test_only_the_output_travels_for_penalties_on_the_output() -> None:
     request = make_request(SamplingParams(presence_penalty=1.0), [1] * 5000 + [2], generated=1)
-    arrays = sampling_arrays([request], padded_rows=1, vocab_size=VOCAB)
+    arrays = pack([request], padded_rows=1, vocab_size=VOCAB)
     assert arrays.penalties is not None
     assert arrays.penalties.token_ids.shape == (1, 128)
 
@@ -286,10 +294,32 @@ def test_only_the_output_travels_for_penalties_on_the_output() -> None:
 def test_refuses_what_does_not_fit() -> None:
     biased = make_request(SamplingParams(logit_bias={VOCAB: 1.0}))
     with pytest.raises(InvalidArgumentError, match="logit_bias: got token 40"):
-        sampling_arrays([biased], padded_rows=1, vocab_size=VOCAB)
+        pack([biased], padded_rows=1, vocab_size=VOCAB)
     with pytest.raises(InvalidArgumentError, match="padded_rows"):
-        sampling_arrays([biased] * 2, padded_rows=1, vocab_size=VOCAB)
+        pack([biased] * 2, padded_rows=1, vocab_size=VOCAB)
 
 
 def test_no_requests_at_all() -> None:
     assert run(np.zeros((0, VOCAB), np.float32), [], padded_rows=4) == []
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_penalties_on_a_token_that_only_the_device_knows(name: str) -> None:
+    """Row 1 awaits its last token, which the step before has chosen as its sample 2; what the host has in its
+    place means nothing. Rows 0 and 2 await nothing."""
+    logits = np.random.default_rng(3).normal(size=(3, VOCAB)).astype(np.float32) + 2
+    token = int(logits[1].argmax())
+    params = SamplingParams(**{name: 1.9})
+    known = [make_request(params, [5, 6, last], generated=2) for last in (8, token, 9)]
+    guessed = [make_request(params, [5, 6, last], generated=2) for last in (8, 39, 9)]
+    arrays = sampling_arrays(
+        guessed,
+        padded_rows=3,
+        vocab_size=VOCAB,
+        sources=np.array([4, 2, 4], np.int32),
+        previous=np.array([1, 2, token, 3], np.int32),
+    )
+    output = jitted_sample(jnp.asarray(logits), arrays)
+    assert to_sampled_tokens(output, guessed) == run(logits, known)
+    assert run_ids(logits, known) != run_ids(logits, guessed), "the token matters"
+    assert np.asarray(output.for_next_step).tolist() == [*np.asarray(output.token_ids).tolist(), 0]
