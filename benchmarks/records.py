@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pensieve_jax.versions import processor
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -83,13 +85,6 @@ def replace_records(path: Path, records: Iterable[dict[str, Any]], *, prefix: st
     kept = [entry for entry in map(json.loads, lines) if not gone(entry["case"])] + records
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-
-
-def processor() -> str:
-    """The name of this machine's processor."""
-    info = Path("/proc/cpuinfo")
-    names = [t for t in info.read_text().splitlines() if t.startswith("model name")] if info.exists() else []
-    return names[0].split(":", 1)[1].strip() if names else platform.processor()
 
 
 def _commit() -> str:

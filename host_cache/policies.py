@@ -6,14 +6,21 @@ conversation, the origin on the conversation alone. So the order among chunks of
 with time, and the next to leave is found without looking at all of them.
 
 Within a conversation chunks leave from one end. A policy of your own is a class with these few members;
-see `docs/policies.md`.
+see `docs/own-policy.md`.
 """
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 from host_cache.conversation import CachedConversation
+
+type Cost = Callable[[int], float]
+"""Seconds to recompute a chunk at a context length in tokens."""
+type PolicyFactory = Callable[[Cost], EvictionPolicy]
+"""Makes a policy from the cost of recomputing. A class that takes the cost alone is one."""
 
 MIN_IDLE_S = 1e-6
 """Idle times are taken to be at least this, so that a value is finite."""
@@ -49,13 +56,18 @@ class EvictionPolicy(Protocol):
         ...
 
 
+MEMBERS = ("name", "leading_first", "whole", "sums_sharers", "weight", "origin")
+"""What an `EvictionPolicy` has."""
+
+
 def value(weight: float, origin: float, now: float) -> float:
     """What a chunk is worth at a moment."""
     return weight / max(now - origin, MIN_IDLE_S)
 
 
-class _FromLastActivity:
-    """Absence counts from the end of the last turn."""
+class FromLastActivity:
+    """What most policies have in common: absence counts from the end of the last turn, leading chunks leave
+    first and one by one, and a shared chunk is worth what it is worth to whom was active last."""
 
     leading_first: ClassVar[bool] = True
     whole: ClassVar[bool] = False
@@ -67,12 +79,12 @@ class _FromLastActivity:
 
 
 @dataclass(frozen=True, slots=True)
-class RetentionValue(_FromLastActivity):
+class RetentionValue(FromLastActivity):
     """V = Cost(l) / T: idle conversations first, and of each the leading chunks, the cheapest to recompute
     (paper, section 4.3.1)."""
 
-    cost: Callable[[int], float]
-    """Seconds to recompute a chunk at a context length in tokens."""
+    cost: Cost
+    """Of recomputing a chunk."""
     name: ClassVar[str] = "retention-value"
 
     def weight(self, context_tokens: int, conversation: CachedConversation) -> float:
@@ -117,7 +129,7 @@ class ThinkTime(RetentionValue):
 
 
 @dataclass(frozen=True, slots=True)
-class Lru(_FromLastActivity):
+class Lru(FromLastActivity):
     """The conversation that has been idle longest first, leading chunks first (paper, figure 14)."""
 
     name: ClassVar[str] = "lru"
@@ -143,23 +155,57 @@ class WholeConversationLru(Lru):
     whole: ClassVar[bool] = True
 
 
-POLICIES: dict[str, Callable[[Callable[[int], float]], EvictionPolicy]] = {
-    RetentionValue.name: RetentionValue,
-    ShareAware.name: ShareAware,
-    ThinkTime.name: ThinkTime,
-    Lru.name: lambda cost: Lru(),
-    TailFirstLru.name: lambda cost: TailFirstLru(),
-    WholeConversationLru.name: lambda cost: WholeConversationLru(),
-}
-"""Name -> how to make the policy from the cost of recomputing a chunk at a context length."""
+POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
+    {
+        RetentionValue.name: RetentionValue,
+        ShareAware.name: ShareAware,
+        ThinkTime.name: ThinkTime,
+        Lru.name: lambda cost: Lru(),
+        TailFirstLru.name: lambda cost: TailFirstLru(),
+        WholeConversationLru.name: lambda cost: WholeConversationLru(),
+    }
+)
+"""The policies that are built in, by name."""
 
 
-def make_policy(name: str, cost: Callable[[int], float]) -> EvictionPolicy:
-    """The policy of a name.
+def find_policy(policy: str | PolicyFactory) -> PolicyFactory:
+    """What makes a policy.
+
+    Args:
+        policy: a name of `POLICIES`; "module:attribute" for a factory in a module that can be imported; or
+            the factory.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such name, module or attribute, or it isn't a factory.
     """
-    if name not in POLICIES:
-        raise ValueError(f"policy: got {name!r}, expected one of {', '.join(POLICIES)}")
-    return POLICIES[name](cost)
+    if not isinstance(policy, str):
+        if not callable(policy):
+            raise ValueError(f"policy: got {policy!r}, expected a name or a factory")
+        return policy
+    if policy in POLICIES:
+        return POLICIES[policy]
+    module, colon, attribute = policy.partition(":")
+    if not colon:
+        known = ", ".join(POLICIES)
+        raise ValueError(f"policy: got {policy!r}, expected one of {known}, or module:attribute")
+    try:
+        return find_policy(getattr(importlib.import_module(module), attribute))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"policy: got {policy!r}: {error}") from error
+
+
+def make_policy(policy: str | PolicyFactory, cost: Cost) -> EvictionPolicy:
+    """A policy with a cost.
+
+    Args:
+        policy: as in `find_policy`.
+        cost: of recomputing a chunk.
+
+    Raises:
+        ValueError: as `find_policy`, or what the factory makes has not the members of `EvictionPolicy`.
+    """
+    made = find_policy(policy)(cost)
+    missing = [name for name in MEMBERS if not hasattr(made, name)]
+    if missing:
+        raise ValueError(f"policy: got {made!r}, expected the members {', '.join(missing)}, too")
+    return made

@@ -1,4 +1,4 @@
-"""The command `pensieve`: chat, demo, convert, info. Heavy imports wait for the command that needs them."""
+"""The command `pensieve` and its commands. Heavy imports wait for the command that needs them."""
 
 import functools
 import json
@@ -152,6 +152,14 @@ DevicePages = Annotated[
 HostPages = Annotated[
     int | None, typer.Option(min=0, help="Pages of 32 tokens in host memory.", show_default="what fits")
 ]
+ProfilePath = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        help="What recomputing costs: a file of `pensieve profile`.",
+        show_default="an estimate",
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -196,6 +204,7 @@ def chat(
         Dtype | None, typer.Option(help="Of weights and KV.", show_default="the checkpoint's")
     ] = None,
     num_shards: Annotated[int, typer.Option(min=1, help="Devices to spread the model over.")] = 1,
+    profile: ProfilePath = None,
     debug: Debug = False,
 ) -> None:
     """Chat in the terminal. Ctrl-C stops an answer; at the prompt it leaves, as Ctrl-D does."""
@@ -211,6 +220,7 @@ def chat(
         scheduler=SchedulerConfig(max_rows=CHAT_ROWS),
         max_context_tokens=max_context,
         log_path=log,
+        profile_path=profile,
     )
     path = _checkpoint(checkpoint)
     _start_jax()
@@ -346,21 +356,37 @@ def convert(
     Console().print(f"converted {source} to {dest}", soft_wrap=True, highlight=False)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-)
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Settings of a command whose options stand with what it does, since listing them needs heavy imports."""
+
+
+@app.command(context_settings=PASSED_ON)
 def simulate(context: typer.Context) -> None:
     """Replay conversations on a simulated server; `pensieve simulate --help` lists the settings."""
-    from pensieve_jax.simulator.command import simulate as command  # its options need numpy to be listed
+    from pensieve_jax.simulator.command import simulate as command
 
+    _pass_on(context, command)
+
+
+@app.command(context_settings=PASSED_ON)
+def profile(context: typer.Context) -> None:
+    """Measure a model on this machine; `pensieve profile --help` lists the settings."""
+    _prepare(debug=False)
+    _start_jax()
+    from pensieve_jax.profiler.command import profile as command
+
+    _pass_on(context, command)
+
+
+def _pass_on(context: typer.Context, command: Callable[..., None]) -> None:
     inner = typer.Typer(add_completion=False)
     inner.command()(_command(command))
-    inner(args=context.args, prog_name="pensieve simulate")
+    inner(args=context.args, prog_name=f"pensieve {context.info_name}")
 
 
 @app.command()
 @_command
-def info(checkpoint: Checkpoint = None, debug: Debug = False) -> None:
+def info(checkpoint: Checkpoint = None, profile: ProfilePath = None, debug: Debug = False) -> None:
     """Show versions, devices and kernels; and what a checkpoint is."""
     from pensieve_jax.info import checkpoint_facts, machine_facts
 
@@ -369,7 +395,7 @@ def info(checkpoint: Checkpoint = None, debug: Debug = False) -> None:
     path = checkpoint or _demo_model()
     if path is not None:
         console.print()
-        console.print(_facts_table(str(path), checkpoint_facts(path)))
+        console.print(_facts_table(str(path), checkpoint_facts(path, profile)))
 
 
 def _facts_table(title: str | None, facts: dict[str, str]) -> Table:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from host_cache.config import CHUNK_TOKENS, RUNNING_RESERVE, SWAP_OUT_BELOW
-from host_cache.policies import POLICIES, RetentionValue
+from host_cache.policies import PolicyFactory, RetentionValue, find_policy
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
 
@@ -25,8 +25,9 @@ class TierConfig:
     CPU, as many as fit half of the free memory on a GPU machine."""
     page_tokens: int = CHUNK_TOKENS
     """Tokens of a page, hence of a chunk."""
-    policy: str = RetentionValue.name
-    """Who leaves first: a name of `host_cache.policies.POLICIES`."""
+    policy: str | PolicyFactory = RetentionValue.name
+    """Who leaves first: a name of `host_cache.policies.POLICIES`, "module:attribute", or a factory of a
+    policy of your own."""
     share_prefixes: bool = True
     """Let conversations that begin alike share their KV."""
     swap_out_below: float = SWAP_OUT_BELOW
@@ -43,7 +44,10 @@ class TierConfig:
             value = getattr(self, name)
             _check(value is None or _at_least(value, least), name, value, f"None or an integer >= {least}")
         _check(_at_least(self.page_tokens, 1), "page_tokens", self.page_tokens, "an integer >= 1")
-        _check(self.policy in POLICIES, "policy", self.policy, " or ".join(map(repr, POLICIES)))
+        try:
+            find_policy(self.policy)
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from error
         _check(0 <= self.swap_out_below <= 1, "swap_out_below", self.swap_out_below, "a share in [0, 1]")
         _check(0 <= self.running_reserve < 1, "running_reserve", self.running_reserve, "a share in [0, 1)")
 
@@ -71,6 +75,9 @@ class EngineConfig:
     """A turn's attention is the same bits whatever else runs beside it. Slower."""
     log_path: Path | None = None
     """SQLite file that holds the conversations. None: they are lost with the process."""
+    profile_path: Path | None = None
+    """What recomputing a chunk costs: a file of `pensieve profile` for this model and device. None: an
+    estimate from the model's dimensions."""
     seed: int = 0
     """Draws the seeds of turns that come without one."""
     background: bool = True

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from pallas_kernels.multi_token_attention.api import IMPLEMENTATIONS, runs_here
-from pensieve_jax.config import TierConfig
-from pensieve_jax.engine.build import DEVICE_MEMORY_SHARE, tier_sizes
+from pensieve_jax.config import EngineConfig, TierConfig
+from pensieve_jax.engine.build import DEVICE_MEMORY_SHARE, recompute_cost, tier_sizes
 from pensieve_jax.models import describe_checkpoint
 from pensieve_jax.versions import package_version
 
@@ -26,14 +26,23 @@ def machine_facts() -> dict[str, str]:
     }
 
 
-def checkpoint_facts(path: Path) -> dict[str, str]:
-    """Sizes of a checkpoint, and how much conversation the tiers hold by default on this machine.
+def checkpoint_facts(path: Path, profile: Path | None = None) -> dict[str, str]:
+    """Sizes of a checkpoint, how much conversation the tiers hold by default on this machine, and where the
+    cost of recomputing comes from.
+
+    Args:
+        path: the checkpoint.
+        profile: a file of `pensieve profile`; None: the cost is estimated.
 
     Raises:
+        InvalidArgumentError: the profile can't be read, or is of another model or device.
         CheckpointError, UnsupportedModelError: as `load_model`.
     """
     described = describe_checkpoint(path)
     spec, device = described.spec, jax.local_devices()[0]
+    cost = recompute_cost(
+        described.shape, device.device_kind, spec.max_context_tokens, EngineConfig(profile_path=profile)
+    )
     tiers = tier_sizes(spec, TierConfig(), device, 1)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * np.dtype(spec.dtype).itemsize
     device_tokens = tiers.device_pages * tiers.page_tokens
@@ -52,6 +61,7 @@ def checkpoint_facts(path: Path) -> dict[str, str]:
         "KV of a token": f"{token_bytes:,} bytes",
         "device tier": f"{max(0, device_tokens):,} tokens by default",
         "host tier": f"{host_tokens:,} tokens by default",
+        "cost of recomputing": cost.source,
     }
 
 

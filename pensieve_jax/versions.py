@@ -1,6 +1,8 @@
-"""Versions of installed packages."""
+"""What runs here: versions of packages, the processor."""
 
+import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 
 def package_version(name: str) -> str:
@@ -9,3 +11,10 @@ def package_version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    info = Path("/proc/cpuinfo")
+    names = [t for t in info.read_text().splitlines() if t.startswith("model name")] if info.exists() else []
+    return names[0].split(":", 1)[1].strip() if names else platform.processor()

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/simulator.md from benchmarks/results/simulate-cpu.jsonl.
+"""Writes the tables of docs/simulator.md and docs/policies.md from benchmarks/results/simulate-cpu.jsonl.
 
 `python benchmarks/simulate/tables.py`; tables stand between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
 """
@@ -8,7 +8,7 @@ import re
 
 from results import RESULTS, ROOT
 
-PAGE = ROOT / "docs" / "simulator.md"
+PAGES = [ROOT / "docs" / name for name in ("simulator.md", "policies.md")]
 
 
 def entries(prefix):
@@ -105,6 +105,22 @@ def policies():
     return table(head, rows)
 
 
+def policies_against_lru():
+    cases = entries("policies_rate")
+    rates = list(dict.fromkeys(m["host_hit_rate"]["shapes"]["rate"] for m in cases.values()))
+    names = list(dict.fromkeys(m["host_hit_rate"]["shapes"]["policy"] for m in cases.values()))
+    head = ("policy", *(f"{what}, rate {rate:g}" for what in ("recomputed", "latency") for rate in rates))
+    rows = []
+    for name in names:
+        changes = []
+        for metric in ("recomputed_tokens_per_request", "normalized_latency_s_mean"):
+            for rate in rates:
+                entry = cases[f"policies_rate{rate:g}_{name}"][metric]
+                changes.append(f"{100 * (entry['value'] / entry['ceiling'] - 1):+.1f} %")
+        rows.append((f"`{name}`", *changes))
+    return table(head, rows)
+
+
 def share():
     head = ("system prompts", "hit rate: plain", "share-aware")
     head += (
@@ -152,6 +168,7 @@ def load():
 
 TABLES = {
     "policies": policies,
+    "policies_against_lru": policies_against_lru,
     "share": share,
     "load": load,
     "fig14": lambda: fig14("fig14_rate"),
@@ -164,13 +181,18 @@ TABLES = {
 
 
 def main():
-    text = PAGE.read_text(encoding="utf-8")
+    for page in PAGES:
+        write_tables(page)
+
+
+def write_tables(page):
+    text = page.read_text(encoding="utf-8")
     for name, make in TABLES.items():
         between = re.compile(f"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
         if between.search(text):
             made = make()
             text = between.sub(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)
-    PAGE.write_text(text, encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import psutil
-from flax import nnx
 
 from host_cache.config import CacheConfig
 from host_cache.cost_model import RecomputeCost, analytic_cost
@@ -17,10 +15,13 @@ from host_cache.errors import TransferError
 from host_cache.policies import EvictionPolicy, make_policy
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.model_shape import ModelShape
+from pensieve_jax.core.profile import read_profile
 from pensieve_jax.engine.inputs import InputEncoder
 from pensieve_jax.models import checkpoint_fingerprint, load_model, load_tokenizer
 from pensieve_jax.models.end_tokens import end_token_ids
 from pensieve_jax.models.interface import ModelSpec, ServableModel
+from pensieve_jax.models.shape import shape_of
 from pensieve_jax.parallel import make_mesh
 from pensieve_jax.worker.batch import BatchShapes, planned_heads
 from pensieve_jax.worker.worker import Worker, build_worker
@@ -90,6 +91,8 @@ def build_parts(
     """
     mesh = make_mesh(num_shards)
     spec = model.spec
+    shape, device = shape_of(model, num_shards), mesh.devices.flat[0].device_kind
+    cost = recompute_cost(shape, device, spec.max_context_tokens, config)
     cache_config = tier_sizes(spec, config.tiers, mesh.devices.flat[0], num_shards)
     max_context = min(config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens)
     shapes = BatchShapes(
@@ -111,29 +114,48 @@ def build_parts(
         )
     except TransferError as error:
         raise InvalidArgumentError(f"host_pages: {error}") from error
+    logger.info("cost of recomputing: %s", cost.source)
     logger.info("device tier: %d pages, host tier: %d", cache_config.device_pages, cache_config.host_pages)
     return EngineParts(
         cache_config=cache_config,
-        policy=make_policy(config.tiers.policy, recompute_cost(model, cache_config.page_tokens)),
+        policy=make_policy(config.tiers.policy, cost),
         encoder=InputEncoder(tokenizer, spec.vocab_size),
         worker=worker,
         run_ahead=mesh.devices.flat[0].platform != "cpu" if config.run_ahead is None else config.run_ahead,
     )
 
 
-def recompute_cost(model: ServableModel, page_tokens: int) -> RecomputeCost:
-    """What recomputing a chunk costs, estimated from the model's dimensions."""
-    spec = model.spec
-    layers = jax.tree.leaves(nnx.state(model.layers))
-    return analytic_cost(
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        head_dim=spec.head_dim,
-        num_parameters=sum(leaf.size for leaf in layers),
-        chunk_tokens=page_tokens,
-        max_context_tokens=spec.max_context_tokens,
-        flops_per_s=NOMINAL_FLOPS_PER_S,
-    )
+def recompute_cost(
+    shape: ModelShape, device: str, max_context_tokens: int, config: EngineConfig
+) -> RecomputeCost:
+    """What recomputing a chunk costs: as profiled, or else estimated from the model's dimensions.
+
+    Args:
+        shape: of the model that is served.
+        device: JAX's name of the kind of device.
+        max_context_tokens: the model's limit.
+        config: names the profile, if there is one.
+
+    Raises:
+        InvalidArgumentError: the profile can't be read, or was measured for another model or device.
+    """
+    page_tokens = config.tiers.page_tokens
+    if config.profile_path is None:
+        return analytic_cost(
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            head_dim=shape.head_dim,
+            num_parameters=shape.num_parameters,
+            chunk_tokens=page_tokens,
+            max_context_tokens=max_context_tokens,
+            flops_per_s=NOMINAL_FLOPS_PER_S,
+        )
+    try:
+        profile = read_profile(config.profile_path)
+    except OSError as error:
+        raise InvalidArgumentError(f"profile_path: {error}") from error
+    profile.check_fits(shape, device)
+    return profile.recompute_cost(page_tokens)
 
 
 def tier_sizes(spec: ModelSpec, tiers: TierConfig, device: Any, num_shards: int) -> CacheConfig:

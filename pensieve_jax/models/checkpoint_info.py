@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from pensieve_jax.core.model_shape import ModelShape
 from pensieve_jax.models import orbax_checkpoint
 from pensieve_jax.models.families import abstract_model
 from pensieve_jax.models.gguf_source import open_gguf
@@ -25,6 +26,7 @@ from pensieve_jax.models.safetensors_source import (
     safetensors_files,
     tensor_offsets,
 )
+from pensieve_jax.models.shape import shape_of
 
 SAMPLES_PER_TENSOR = 8
 SAMPLE_BYTES = 4096
@@ -43,6 +45,7 @@ class CheckpointInfo:
         size_bytes: of the weights in `dtype`.
         file_bytes: of the weight files.
         spec: of the model.
+        shape: what step times depend on, on one device.
     """
 
     family: str
@@ -52,6 +55,7 @@ class CheckpointInfo:
     size_bytes: int
     file_bytes: int
     spec: ModelSpec
+    shape: ModelShape
 
 
 def describe_checkpoint(path: str | Path) -> CheckpointInfo:
@@ -69,6 +73,7 @@ def describe_checkpoint(path: str | Path) -> CheckpointInfo:
         size_bytes=num_parameters * dtype.itemsize,
         file_bytes=sum(file.stat().st_size for file in _weight_files(path)),
         spec=model.spec,
+        shape=shape_of(model),
     )
 
 

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from host_cache.policies import POLICIES
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.profile import read_profile
 from pensieve_jax.simulator.arrivals import with_time_scale
 from pensieve_jax.simulator.readers import READERS, read_workload
-from pensieve_jax.simulator.step_time import read_profile
 from pensieve_jax.simulator.sweep import Point, Row, grid, run_sweep, varied, write_csv, write_rows
 from pensieve_jax.simulator.synthetic import SyntheticWorkload
 from pensieve_jax.simulator.workload import SimConversation
@@ -55,10 +55,13 @@ def simulate(
         typer.Option(help="Requests/s of Poisson arrivals, on average. Without it the recorded times hold."),
     ] = None,
     think_time: Annotated[str, typer.Option(help="Mean seconds between an answer and the next turn.")] = "60",
-    model: Annotated[str, typer.Option(help="Names of models.")] = DEFAULTS.model,
-    device: Annotated[str, typer.Option(help="Names of devices.")] = DEFAULTS.device,
+    model: Annotated[str | None, typer.Option(help="Names of models.", show_default=DEFAULTS.model)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Names of devices.", show_default=DEFAULTS.device)
+    ] = None,
     policy: Annotated[
-        str, typer.Option(help=f"Who leaves a full tier first: {', '.join(POLICIES)}.")
+        str,
+        typer.Option(help=f"Who leaves a full tier first: {', '.join(POLICIES)}, or module:attribute."),
     ] = DEFAULTS.policy,
     keep_state: Annotated[str, typer.Option(help="true, false, or both: keep KV between turns.")] = "true",
     share_prefixes: Annotated[
@@ -80,7 +83,11 @@ def simulate(
     ] = DEFAULTS.warm_up,
     speed: Annotated[float, typer.Option(help="How much faster recorded times run.")] = 1.0,
     profile: Annotated[
-        Path | None, typer.Option(help="Measured step times (JSON) in place of the estimate.")
+        Path | None,
+        typer.Option(
+            help="A file of `pensieve profile`: its model and device with their measured times.",
+            show_default="estimated times",
+        ),
     ] = None,
     seed: Annotated[str, typer.Option(help="Of everything random.")] = "0",
     out: Annotated[Path, typer.Option(help="Folder for the numbers and plots.")] = Path("simulate-out"),
@@ -91,11 +98,12 @@ def simulate(
 ) -> None:
     """Replay conversations on a simulated server. Where several values may stand, separate them by commas:
     every combination is run."""
+    measured = None if profile is None else read_profile(profile)
     points = grid(
         requests_per_s=[None] if rate is None else _numbers("rate", rate),
         think_time_s=_numbers("think-time", think_time),
-        model=_texts(model),
-        device=_texts(device),
+        model=_texts(model or (measured.model.name if measured else DEFAULTS.model)),
+        device=_texts(device or (measured.device if measured else DEFAULTS.device)),
         keep_state=_switches("keep-state", keep_state),
         share_prefixes=_switches("share-prefixes", share_prefixes),
         load_or_recompute=_switches("load-or-recompute", load_or_recompute),
@@ -110,11 +118,10 @@ def simulate(
         policy=_texts(policy),
     )
     for point in points:
-        point.config()  # refuses what is wrong before anything runs
+        point.config(measured)  # refuses what is wrong before anything runs
     if not 0 < speed < math.inf:
         raise InvalidArgumentError(f"speed: got {speed}, expected a number above 0")
     console = Console()
-    measured = None if profile is None else read_profile(profile)
     conversations = _workload(console, workload, format_name, points, speed)
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []

@@ -1,7 +1,11 @@
 """Dimensions of models and rates of devices, by name. Rates are what programs reach, not what is printed on
 the box; each says where it comes from."""
 
+import math
 from dataclasses import dataclass
+
+from pensieve_jax.core.model_shape import ModelShape
+from pensieve_jax.core.profile import StepProfile
 
 H200_MATMUL_SHARE = 716 / 989
 """Reached share of the H200's dense 16-bit peak, in a jitted chain of 8192^3 products (measured)."""
@@ -10,34 +14,6 @@ H200_STEP_MEMORY_SHARE = 3.35 / 4.8
 ATTENTION_SHARE = 0.5
 """Reached rate of prefill attention over paged KV, as a share of that of matrix products. Measured: 355 to
 369 of 716 TFLOP/s (H200)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """What the step time and the cache depend on."""
-
-    name: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_parameters: int
-    """Weights that a token passes through; the input embedding isn't one of them."""
-    num_devices: int = 1
-    """Devices that it is spread over by tensor parallelism; the tiers' sizes and rates are per device."""
-    bytes_per_value: int = 2
-    """Of weights and KV."""
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """KV of one token over all layers, on one device."""
-        values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return values * self.bytes_per_value // self.num_devices
-
-    @property
-    def weight_bytes(self) -> int:
-        """Weights on one device."""
-        return self.num_parameters * self.bytes_per_value // self.num_devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,3 +113,22 @@ DEVICES = {
     )
 }
 """Devices by name."""
+
+
+def device_of(profile: StepProfile) -> DeviceSpec:
+    """The device of a profile: its link as measured, and the rates that its times come to."""
+    shape = profile.model
+    step_flops = 2.0 * shape.num_parameters * profile.tokens[-1] / shape.num_devices
+    return DeviceSpec(
+        name=profile.device,
+        matmul_flops_per_s=_rate(step_flops, profile.other_s[-1]),
+        attention_flops_per_s=_rate(shape.pair_flops, profile.pair_s),
+        memory_bytes_per_s=_rate(shape.kv_bytes_per_token, profile.kv_token_s),
+        load_bytes_per_s=profile.load_bytes_per_s,
+        store_bytes_per_s=profile.store_bytes_per_s,
+        source=profile.source,
+    )
+
+
+def _rate(work: float, seconds: float) -> float:
+    return work / seconds if seconds else math.inf

@@ -3,13 +3,17 @@
 from dataclasses import dataclass, field
 
 from host_cache.config import CHUNK_TOKENS, CacheConfig
-from host_cache.policies import POLICIES
+from host_cache.policies import PolicyFactory, RetentionValue, find_policy
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.model_shape import ModelShape
+from pensieve_jax.core.profile import StepProfile
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
-from pensieve_jax.simulator.hardware import DEVICES, MODELS, DeviceSpec, ModelShape
-from pensieve_jax.simulator.step_time import StepProfile
+from pensieve_jax.simulator.hardware import DEVICES, MODELS, DeviceSpec, device_of
 from pensieve_jax.simulator.workload import MAX_CONTEXT_TOKENS
 
+MODEL = "opt-13b"
+DEVICE = "a100-80gb"
+"""What is simulated unless something else is asked for: the paper's smaller model (section 6.1)."""
 DEVICE_KV_BYTES = 40 * 10**9
 """KV on each GPU in the paper's evaluation (section 6.1)."""
 HOST_KV_BYTES = 200 * 10**9
@@ -30,8 +34,8 @@ class SimulationConfig:
     scheduler: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(step_tokens=STEP_TOKENS, max_rows=MAX_ROWS)
     )
-    policy: str = "retention-value"
-    """Name of the eviction policy."""
+    policy: str | PolicyFactory = RetentionValue.name
+    """The eviction policy, as in `host_cache.policies.find_policy`."""
     profile: StepProfile | None = None
     """Measured times in place of the estimate."""
     attention_weight: float = 1.0
@@ -47,9 +51,9 @@ class SimulationConfig:
 
 def make_config(
     *,
-    model: str = "opt-13b",
-    device: str = "a100-80gb",
-    policy: str = "retention-value",
+    model: str | None = None,
+    device: str | None = None,
+    policy: str | PolicyFactory = RetentionValue.name,
     device_kv_bytes: float = DEVICE_KV_BYTES,
     host_kv_bytes: float = HOST_KV_BYTES,
     page_tokens: int = CHUNK_TOKENS,
@@ -65,9 +69,9 @@ def make_config(
     """A simulated server from names and sizes in bytes.
 
     Args:
-        model: one of `MODELS`.
-        device: one of `DEVICES`.
-        policy: one of `host_cache.policies.POLICIES`.
+        model: one of `MODELS`; None: `MODEL`, or the profile's.
+        device: one of `DEVICES`; None: `DEVICE`, or the profile's.
+        policy: a name of `host_cache.policies.POLICIES`, "module:attribute", or a factory.
         device_kv_bytes: KV on each device.
         host_kv_bytes: KV in the host for each device; 0 for none.
         page_tokens: tokens of a chunk, hence of a page.
@@ -76,16 +80,23 @@ def make_config(
         load_or_recompute: neither copy nor load a chunk that is cheaper to recompute than to load.
         step_tokens: query tokens of a step at most.
         max_rows: rows of a step at most.
-        profile: measured times in place of the estimate.
+        profile: measured times in place of the estimate; model, device and link are the profile's then.
         attention_weight: as in `SimulationConfig`.
         fast_decode: as in `SimulationConfig`.
 
     Raises:
-        InvalidArgumentError: a name is unknown, or a size is out of range.
+        InvalidArgumentError: a name is unknown or not the profile's, or a size is out of range.
     """
-    if policy not in POLICIES:
-        raise InvalidArgumentError(f"policy: got {policy!r}, expected one of {', '.join(POLICIES)}")
-    shape, spec = _named(MODELS, "model", model), _named(DEVICES, "device", device)
+    try:
+        find_policy(policy)
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from error
+    if profile is None:
+        shape, spec = _named(MODELS, "model", model or MODEL), _named(DEVICES, "device", device or DEVICE)
+    else:
+        shape, spec = profile.model, device_of(profile)
+        _named({shape.name: shape}, "model", model or shape.name)
+        _named({spec.name: spec}, "device", device or spec.name)
     page_bytes = page_tokens * shape.kv_bytes_per_token
     try:
         cache = CacheConfig(

@@ -1,17 +1,13 @@
 """How long a step takes: from a model's dimensions and a device's rates, or from a measured profile."""
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from host_cache.cost_model import RecomputeCost
-from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.model_shape import ModelShape
 from pensieve_jax.core.plans import Row
-from pensieve_jax.simulator.hardware import DeviceSpec, ModelShape
+from pensieve_jax.core.profile import StepProfile
+from pensieve_jax.simulator.hardware import DeviceSpec
 
 LONG_PROMPT_TOKENS = 2048
 """Enough query tokens that reading the weights no longer limits a step, on every device known here."""
@@ -39,55 +35,6 @@ def work_of(rows: Iterable[Row]) -> StepWork:
     return StepWork(tokens, pairs, kv_tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepProfile:
-    """Measured times of one model on one device, over all layers. Points between are interpolated.
-
-    Raises:
-        InvalidArgumentError: the points are not ascending, or the lengths differ.
-    """
-
-    tokens: tuple[int, ...]
-    """Query tokens of the steps that were measured, ascending."""
-    other_s: tuple[float, ...]
-    """Time of everything but attention at each of them; beyond the last it grows in proportion."""
-    pair_s: float
-    """Attention time for each pair, where computing limits."""
-    kv_token_s: float
-    """Attention time for each token read, where reading limits."""
-    source: str
-    """What was measured, for people to read."""
-
-    def __post_init__(self) -> None:
-        ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
-        if len(self.tokens) < 2 or not ascending or self.tokens[0] < 0:
-            raise InvalidArgumentError(f"tokens: got {self.tokens}, expected two or more, ascending")
-        if len(self.other_s) != len(self.tokens):
-            raise InvalidArgumentError(f"other_s: got {len(self.other_s)} points, expected one per point")
-
-
-def read_profile(path: Path) -> StepProfile:
-    """Read a profile: a JSON object with the fields of `StepProfile`; others are passed over.
-
-    Raises:
-        InvalidArgumentError: a field is missing or of the wrong kind.
-        OSError: the file can't be read.
-    """
-    try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-        return StepProfile(
-            tokens=tuple(int(count) for count in value["tokens"]),
-            other_s=tuple(float(seconds) for seconds in value["other_s"]),
-            pair_s=float(value["pair_s"]),
-            kv_token_s=float(value["kv_token_s"]),
-            source=str(value.get("source", path.name)),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgumentError(
-            f"{path.name}: {error!r}, expected the fields tokens, other_s, pair_s and kv_token_s"
-        ) from error
-
-
 class StepTimeModel:
     """Seconds of compute of a step.
 
@@ -113,8 +60,7 @@ class StepTimeModel:
         flops = 2.0 * model.num_parameters / model.num_devices
         self._token_s = flops / device.matmul_flops_per_s
         self._weights_s = model.weight_bytes / device.memory_bytes_per_s
-        pair_flops = 4.0 * model.num_layers * model.num_heads * model.head_dim / model.num_devices
-        self._pair_s = pair_flops / device.attention_flops_per_s
+        self._pair_s = model.pair_flops / device.attention_flops_per_s
         self._kv_token_s = model.kv_bytes_per_token / device.memory_bytes_per_s
         if profile is not None:
             self._pair_s, self._kv_token_s = profile.pair_s, profile.kv_token_s
@@ -140,6 +86,8 @@ class StepTimeModel:
             max_context_tokens: largest context to describe.
             attention_weight: multiplies the attention's part.
         """
+        if self._profile is not None:
+            return self._profile.recompute_cost(chunk_tokens, attention_weight)
         pairs_s = chunk_tokens * self._pair_s * attention_weight
         other_s = self._other_s(LONG_PROMPT_TOKENS) * chunk_tokens / LONG_PROMPT_TOKENS
         return RecomputeCost(
@@ -150,11 +98,7 @@ class StepTimeModel:
         )
 
     def _other_s(self, tokens: int) -> float:
-        profile = self._profile
-        if profile is None:
-            other_s = max(tokens * self._token_s, self._weights_s) + self._overhead_s
-            return other_s + self._reduce_s + tokens * self._reduce_token_s
-        last = profile.tokens[-1]
-        if tokens > last:
-            return profile.other_s[-1] * tokens / last
-        return float(np.interp(tokens, profile.tokens, profile.other_s))
+        if self._profile is not None:
+            return self._profile.step_s(tokens)
+        other_s = max(tokens * self._token_s, self._weights_s) + self._overhead_s
+        return other_s + self._reduce_s + tokens * self._reduce_token_s

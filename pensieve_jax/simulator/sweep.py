@@ -13,18 +13,20 @@ from typing import Any
 
 from host_cache.config import CHUNK_TOKENS
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.profile import StepProfile
 from pensieve_jax.simulator.arrivals import sample_conversations, with_poisson_arrivals
 from pensieve_jax.simulator.driver import Simulation
 from pensieve_jax.simulator.metrics import summarize
 from pensieve_jax.simulator.settings import (
+    DEVICE,
     DEVICE_KV_BYTES,
     HOST_KV_BYTES,
     MAX_ROWS,
+    MODEL,
     STEP_TOKENS,
     SimulationConfig,
     make_config,
 )
-from pensieve_jax.simulator.step_time import StepProfile
 from pensieve_jax.simulator.workload import MAX_CONTEXT_TOKENS, SimConversation, cut_to_context
 
 type Progress = Callable[[int, int], None]
@@ -45,8 +47,8 @@ class Point:
     workload's own times."""
     think_time_s: float = 60.0
     """Mean think time; of no use with the workload's own times."""
-    model: str = "opt-13b"
-    device: str = "a100-80gb"
+    model: str = MODEL
+    device: str = DEVICE
     policy: str = "retention-value"
     attention_weight: float = 1.0
     """As in `SimulationConfig`."""
@@ -86,7 +88,7 @@ class Point:
         """The server that the point describes.
 
         Raises:
-            InvalidArgumentError: a name is unknown, or a size is out of range.
+            InvalidArgumentError: a name is unknown or not the profile's, or a size is out of range.
         """
         return make_config(
             model=self.model,

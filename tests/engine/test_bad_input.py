@@ -411,7 +411,7 @@ def test_damaged_conversation_can_be_rewound_or_deleted(tmp_path, engine):
         (TierConfig, "device_pages", 1.5, "None or an integer >= 1"),
         (TierConfig, "host_pages", -1, "None or an integer >= 0"),
         (TierConfig, "page_tokens", 0, "an integer >= 1"),
-        (TierConfig, "policy", "random", " or ".join(map(repr, POLICIES))),
+        (TierConfig, "policy", "random", f"one of {', '.join(POLICIES)}, or module:attribute"),
         (TierConfig, "swap_out_below", 1.5, "a share in [0, 1]"),
         (TierConfig, "running_reserve", 1, "a share in [0, 1)"),
         (SchedulerConfig, "max_rows", 0, "an integer of at least 1"),

@@ -292,7 +292,24 @@ def test_think_time_expects_the_quick_ones_back():
     assert worth[0] > worth[1]
 
 
-def test_unknown_policy():
-    with pytest.raises(ValueError, match=r"policy: got 'best', expected one of retention-value"):
-        make_policy("best", COST)
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("best", "policy: got 'best', expected one of retention-value, .*, or module:attribute"),
+        ("no.such.module:X", "policy: got 'no.such.module:X': No module named 'no'"),
+        ("host_cache.policies:Best", "policy: .* has no attribute 'Best'"),
+        ("host_cache.policies:MIN_IDLE_S", "policy: got 'host_cache.policies:MIN_IDLE_S': .* a factory"),
+        (lambda cost: object(), "expected the members name, leading_first, .*, origin, too"),
+        (3, "policy: got 3, expected a name or a factory"),
+    ],
+)
+def test_what_is_no_policy(policy, reason):
+    with pytest.raises(ValueError, match=reason):
+        make_policy(policy, COST)
+
+
+def test_policies_come_by_name_by_place_and_from_a_factory():
+    assert (
+        make_policy("host_cache.policies:ThinkTime", COST) == make_policy(ThinkTime, COST) == ThinkTime(COST)
+    )
     assert all(make_policy(name, COST).name == name for name in POLICIES)

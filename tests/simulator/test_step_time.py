@@ -1,6 +1,5 @@
 """Step times, the virtual worker's copies, named hardware."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ from host_cache.plan import PageCopy
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.plans import Row
 from pensieve_jax.simulator import DEVICES, MODELS, StepProfile, StepTimeModel, StepWork, make_config
-from pensieve_jax.simulator.step_time import read_profile, work_of
+from pensieve_jax.simulator.step_time import work_of
 from pensieve_jax.simulator.worker import STAGING_PAGES, VirtualWorker
 
 TIMES = StepTimeModel(SMALL_MODEL, SLOW_LINK)
@@ -75,21 +74,41 @@ def test_recomputing_costs_more_behind_more_context():
     assert "made up" in cost.source
 
 
-def test_profiles_replace_the_estimate(tmp_path):
-    path = tmp_path / "p.json"
-    fields = {"tokens": [1, 100], "other_s": [0.01, 0.02], "pair_s": 1e-6, "kv_token_s": 1e-5}
-    path.write_text(json.dumps(fields | {"source": "measured", "model": "m"}))
-    times = StepTimeModel(SMALL_MODEL, SLOW_LINK, read_profile(path))
-    assert times.source == "measured"
+def test_profiles_replace_the_estimate():
+    profile = StepProfile(
+        model=SMALL_MODEL,
+        device="some device",
+        tokens=(1, 100),
+        other_s=(0.01, 0.02),
+        chunk_tokens=32,
+        context_tokens=(32, 1000),
+        attention_s=(0.0, 0.5),
+        pair_s=1e-6,
+        kv_token_s=1e-5,
+        load_bytes_per_s=3e9,
+        store_bytes_per_s=2e9,
+        versions={},
+        machine="some processor",
+        date="2026-01-01",
+        seed=0,
+    )
+    times = StepTimeModel(SMALL_MODEL, SLOW_LINK, profile)
+    assert times.source == profile.source
     assert times.compute_s(StepWork(1, 10, 10)) == pytest.approx(0.01 + 1e-4)
     assert times.compute_s(StepWork(100, 10**6, 10)) == pytest.approx(0.02 + 1.0)
     assert times.compute_s(StepWork(200, 0, 0)) == pytest.approx(0.04)
     assert 0.01 < times.compute_s(StepWork(50, 0, 0)) < 0.02
-    path.write_text(json.dumps({"tokens": [1, 2]}))
-    with pytest.raises(InvalidArgumentError, match=r"p\.json: KeyError\('other_s'\), expected the fields"):
-        read_profile(path)
-    with pytest.raises(InvalidArgumentError, match="expected two or more, ascending"):
-        StepProfile(tokens=(2, 1), other_s=(1.0, 1.0), pair_s=0.0, kv_token_s=0.0, source="")
+    assert times.recompute_cost(32, 16_384)(1000) == pytest.approx(0.5 + 0.02 * 32 / 100)
+
+    config = make_config(profile=profile, load_or_recompute=True)
+    assert config.model == SMALL_MODEL
+    assert (config.device.name, config.device.load_bytes_per_s) == ("some device", 3e9)
+    page_bytes = 32 * SMALL_MODEL.kv_bytes_per_token
+    assert config.cache.load_s_per_page == pytest.approx(page_bytes / 3e9)
+    with pytest.raises(InvalidArgumentError, match="model: got 'opt-13b', expected one of small"):
+        make_config(profile=profile, model="opt-13b")
+    with pytest.raises(InvalidArgumentError, match="device: got 'h200', expected one of some device"):
+        make_config(profile=profile, device="h200")
 
 
 def test_a_step_with_swap_ins_takes_the_longer_and_one_layer():
