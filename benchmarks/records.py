@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def record(
     ceiling: float | None = None,
     ratio: float | None = None,
     device: str | None = None,
+    driver: str | None = None,
     packages: Sequence[str] = ("numpy",),
     shapes: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def record(
         ceiling: the physical limit, the bar, or the peer of the same run.
         ratio: the figure against it, in the direction in which larger is better.
         device: what it ran on; None: this machine's processor.
+        driver: version of a GPU's driver.
         packages: whose versions matter.
         shapes: sizes and settings.
     """
@@ -52,13 +55,11 @@ def record(
         "ceiling": ceiling,
         "ratio": ratio,
         "device": device or processor(),
-        "driver": None,
+        "driver": driver,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "shapes": dict(shapes),
-        "commit": _commit(),
-        "command": " ".join(
-            ["python", Path(sys.argv[0]).resolve().relative_to(ROOT).as_posix(), *sys.argv[1:]]
-        ),
+        "commit": commit(),
+        "command": command_line(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
@@ -87,6 +88,34 @@ def replace_records(path: Path, records: Iterable[dict[str, Any]], *, prefix: st
     path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
 
 
-def _commit() -> str:
+def command_line() -> str:
+    """How this program was started, without paths of this machine."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        started = ["-m", spec.name.removesuffix(".__main__")]
+    else:
+        started = [_below_root(str(Path(sys.argv[0]).resolve()))]
+    return " ".join(["python", *started, *map(_below_root, sys.argv[1:])])
+
+
+def gpu() -> tuple[str, str] | None:
+    """Name and driver version of the first NVIDIA GPU; None where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    name, driver = done.stdout.splitlines()[0].split(", ")
+    return name, driver
+
+
+def commit() -> str:
+    """The commit that runs. A copy without a repository is told by PENSIEVE_COMMIT."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else os.environ.get("PENSIEVE_COMMIT", "unknown")
+
+
+def _below_root(text: str) -> str:
+    path = Path(text)
+    return path.relative_to(ROOT).as_posix() if path.is_absolute() and path.is_relative_to(ROOT) else text

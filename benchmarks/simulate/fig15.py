@@ -13,11 +13,11 @@ same think time.
 
 import argparse
 import json
-from itertools import pairwise
 
 from results import IMAGES, RESULTS, keep, line, sharegpt
 from rich.progress import Progress
 
+from benchmarks.curves import throughput_at
 from pensieve_jax.simulator.plot import write_plot
 from pensieve_jax.simulator.sweep import grid, run_sweep
 
@@ -84,15 +84,6 @@ def recorded(keep_state, think_time_s):
         if entry["case"].startswith(f"fig15_{kind(keep_state)}{think_time_s:g}_rate"):
             cases.setdefault(entry["case"], dict(entry["shapes"]))[entry["metric"]] = entry["value"]
     return list(cases.values())
-
-
-def throughput_at(rows, latency_s):
-    """Requests/s served where the normalized latency crosses a bound, between two points; None if outside."""
-    pairs = sorted((row["normalized_latency_s_mean"], row["served_requests_per_s"]) for row in rows)
-    for (below, slow), (above, fast) in pairwise(pairs):
-        if below <= latency_s <= above:
-            return slow + (fast - slow) * (latency_s - below) / (above - below)
-    return None
 
 
 def summary():

@@ -432,6 +432,17 @@ class Engine:
         if self._turns.has_turns:
             raise ConversationBusyError("set_weights: turns are unfinished")
         self._turns.parts.worker.set_weights(model)
+        self.drop_state()
+
+    @between_steps
+    def drop_state(self) -> None:
+        """Drop all KV from both tiers. Conversations stay; a next turn computes its history again.
+
+        Raises:
+            ConversationBusyError: turns are unfinished.
+        """
+        if self._turns.has_work:
+            raise ConversationBusyError("drop_state: turns are unfinished")
         self._turns.settle()
         self._turns.cache.clear()
 

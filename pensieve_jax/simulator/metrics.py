@@ -52,15 +52,45 @@ def summarize(
         until_s: turns that arrive after are left out; None for none. Throughput is counted between both.
 
     Returns:
+        figure by name, units in the names: those of `figures_of`, and those of the simulated server.
+    """
+    return {
+        **figures_of(
+            result.records, warm_up_s=warm_up_s, until_s=until_s, end_s=result.end_s
+        ),
+        "refused_requests": result.refused,
+        "steps": result.steps,
+        "mean_batch": _ratio(result.rows, result.steps),
+        "compute_s": result.compute_s,
+        "swap_in_wait_s": result.swap_in_wait_s,
+        "swap_out_stall_s": result.swap_out_stall_s,
+        "chunks_swapped_in": result.counters.chunks_swapped_in,
+        "chunks_swapped_out": result.counters.chunks_swapped_out,
+        "chunks_dropped": result.counters.chunks_dropped,
+        "pages_reclaimed": result.counters.pages_reclaimed,
+        "end_s": result.end_s,
+    }
+
+
+def figures_of(
+    records: Sequence[RequestRecord], *, warm_up_s: float, until_s: float | None, end_s: float
+) -> dict[str, float]:
+    """The figures of turns that were served, by whatever server.
+
+    Args:
+        records: turns that have ended.
+        warm_up_s: turns that arrive before are left out.
+        until_s: turns that arrive after are left out; None for none. Throughput is counted between both.
+        end_s: when the last one ended, or later.
+
+    Returns:
         figure by name, units in the names. Hit rates are shares of the history's tokens, when a turn was
         first admitted: `hit_rate_device` and `hit_rate_host` of all, `host_hit_rate` of those that the device
         did not have. A figure that nothing speaks for is NaN.
     """
-    end_s = result.end_s if until_s is None else until_s
-    chosen = [
-        r for r in result.records if warm_up_s <= r.arrived_s and (until_s is None or r.arrived_s <= end_s)
-    ]
-    ended = [r for r in result.records if warm_up_s <= r.end_s <= end_s]
+    end_s = end_s if until_s is None else until_s
+    chosen = [r for r in records if warm_up_s <= r.arrived_s and (until_s is None or r.arrived_s <= end_s)]
+    ended = [r for r in records if warm_up_s <= r.end_s <= end_s]
     span_s = end_s - warm_up_s
 
     def total(name: str) -> int:
@@ -73,7 +103,6 @@ def summarize(
     tpot = [(r.end_s - r.first_token_s) / (r.output_tokens - 1) for r in chosen if r.output_tokens > 1]
     return {
         "requests": len(chosen),
-        "refused_requests": result.refused,
         "history_tokens": history,
         "new_tokens": new,
         "device_tokens": device,
@@ -93,16 +122,6 @@ def summarize(
         "served_requests_per_s": _ratio(len(ended), span_s),
         "output_tokens_per_s": _ratio(sum(record.output_tokens for record in ended), span_s),
         "suspensions": total("suspensions"),
-        "steps": result.steps,
-        "mean_batch": _ratio(result.rows, result.steps),
-        "compute_s": result.compute_s,
-        "swap_in_wait_s": result.swap_in_wait_s,
-        "swap_out_stall_s": result.swap_out_stall_s,
-        "chunks_swapped_in": result.counters.chunks_swapped_in,
-        "chunks_swapped_out": result.counters.chunks_swapped_out,
-        "chunks_dropped": result.counters.chunks_dropped,
-        "pages_reclaimed": result.counters.pages_reclaimed,
-        "end_s": result.end_s,
     }
 
 

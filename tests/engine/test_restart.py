@@ -226,6 +226,21 @@ def test_set_weights_waits_for_nobody(engine):
     assert result.receipt.tokens_from_device == 43
 
 
+def test_drop_state_leaves_the_conversations(engine):
+    on_host, on_device = Chat(engine), Chat(engine)
+    on_host.turn(ids(70))
+    evict(engine, 12 * 32)
+    on_device.turn(ids(40, seed=1))
+    turn = on_device.submit([1, 2])
+    with pytest.raises(ConversationBusyError, match="drop_state: turns are unfinished"):
+        engine.drop_state()
+    on_device.check(turn, [1, 2])
+    engine.drop_state()
+    for chat in (on_host, on_device):
+        result = chat.turn(ids(20, seed=2))
+        assert_all_recomputed(result, len(chat.tokens) - 24)
+
+
 def test_set_weights_of_other_dimensions(engine):
     chat = Chat(engine)
     chat.turn(ids(40))

@@ -1,0 +1,1 @@
+"""Systems that are compared, behind one interface."""
