@@ -1,5 +1,6 @@
 """One run: a system, a workload, a rate, and the figures that come out."""
 
+import importlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,8 +16,8 @@ from benchmarks.serving.compression import Tiers
 from benchmarks.serving.driver import Progress as DriverProgress
 from benchmarks.serving.driver import ServedRun, serve
 from benchmarks.serving.models import ModelChoice
-from benchmarks.serving.systems import openai_server, pensieve, transformers_batching, vllm_engine
-from benchmarks.serving.systems.base import System
+from benchmarks.serving.systems import pensieve, transformers_batching, vllm_engine
+from benchmarks.serving.systems.base import System, SystemUnavailableError
 from benchmarks.workloads import Workload
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.errors import InvalidArgumentError
@@ -129,7 +130,11 @@ class Opener:
                 clock,
             )
         if name.startswith(("http://", "https://")):
-            return openai_server.OpenAIServerSystem(name, clock)
+            try:
+                module = importlib.import_module("benchmarks.serving.systems.openai_server")
+            except ImportError as error:
+                raise SystemUnavailableError(f"{name}: {error} (the extra `bench` brings it)") from error
+            return module.OpenAIServerSystem(name, clock)
         raise InvalidArgumentError(f"system: got {name!r}, expected a URL or one of {', '.join(SYSTEMS)}")
 
     def _engine_config(self, server: ServerSettings) -> EngineConfig:

@@ -24,6 +24,9 @@ class SchedulerConfig:
     """Query tokens of a step at most; longer prompts are computed in pieces."""
     max_rows: int = 64
     """Rows of a step at most, hence also requests that run at once."""
+    separate_phases: bool = False
+    """Never decode in a step that computes prompts, which then come first, as servers did that the paper
+    compares with (figure 13). For comparison: unified batches are better."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_rows, int) or self.max_rows < 1:
@@ -90,7 +93,8 @@ class Scheduler:
             self._waiting.remove(request)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan one step: decode rows first, then prompts in the order of arrival, then newcomers.
+        """Plan one step: decode rows first, then prompts in the order of arrival, then newcomers. If phases
+        are separate: decode rows only where there is nothing else.
 
         Returns:
             the plan, without rows if nothing can run before copies to the host have ended, or if nothing
@@ -104,11 +108,12 @@ class Scheduler:
             self._suspend_for_next_pages(running, now)
             running = [request for request in running if request.running]
         # A decoding request needs the row of its last token: no budget to ask, since max_rows fit a step.
-        rows = [
+        decode_rows = [
             row_of(request, self.cache, request.num_tokens - 1, request.num_tokens)
             for request in running
             if request.decoding
         ]
+        rows = [] if self.config.separate_phases else decode_rows
         tokens = len(rows)
 
         def add(request: Request) -> None:
@@ -135,6 +140,7 @@ class Scheduler:
             request, copies = admission
             swap_ins.extend(copies)
             add(request)
+        rows = rows or decode_rows
         if not rows and self._num_under_way:
             return None
         swap_ins.extend(self.cache.take_swap_ins(now))

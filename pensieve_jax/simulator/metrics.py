@@ -55,9 +55,7 @@ def summarize(
         figure by name, units in the names: those of `figures_of`, and those of the simulated server.
     """
     return {
-        **figures_of(
-            result.records, warm_up_s=warm_up_s, until_s=until_s, end_s=result.end_s
-        ),
+        **figures_of(result.records, warm_up_s=warm_up_s, until_s=until_s, end_s=result.end_s),
         "refused_requests": result.refused,
         "steps": result.steps,
         "mean_batch": _ratio(result.rows, result.steps),

@@ -110,6 +110,8 @@ def test_variants_differ_in_one_thing():
     tiers = {name: change(whole).tiers for name, change in VARIANTS.items()}
     assert tiers["pensieve"] == whole.tiers
     assert tiers["lru"] == replace(whole.tiers, policy="lru")
+    assert tiers["separate"] == whole.tiers
+    assert VARIANTS["separate"](whole).scheduler == replace(whole.scheduler, separate_phases=True)
     assert tiers["gpu-only"] == replace(whole.tiers, host_pages=0)
     assert tiers["stateless"] == replace(whole.tiers, keep_state=False, host_pages=0)
 

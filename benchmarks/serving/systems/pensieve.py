@@ -36,8 +36,10 @@ VARIANTS: Mapping[str, Callable[[EngineConfig], EngineConfig]] = {
     "gpu-only": lambda config: replace(config, tiers=replace(config.tiers, host_pages=0)),
     "stateless": lambda config: replace(config, tiers=replace(config.tiers, keep_state=False, host_pages=0)),
     "lru": lambda config: replace(config, tiers=replace(config.tiers, policy="lru")),
+    "separate": lambda config: replace(config, scheduler=replace(config.scheduler, separate_phases=True)),
 }
-"""Name -> what differs from the whole system: no host tier, no state between turns, another policy."""
+"""Name -> what differs from the whole system: no host tier, no state between turns, another policy, prompts
+and decoding in steps of their own."""
 
 
 class PensieveSystem:
