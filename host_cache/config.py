@@ -11,6 +11,30 @@ RUNNING_RESERVE = 0.10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferFaults:
+    """How often copies between the tiers are made to go wrong (`host_cache.transfer.FaultyMover`).
+
+    Raises:
+        ValueError: a share is out of range.
+    """
+
+    seed: int = 0
+    """Draws what happens to which copy."""
+    fail: float = 0.1
+    """Share of copies that fail, in either direction. At most 0.9, so that something succeeds."""
+    delay: float = 0.3
+    """Share of copies that come late: those to the host by some steps."""
+    reorder: float = 0.5
+    """Share of steps in which copies to the host end in another order than they began."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("fail", 0.9), ("delay", 1), ("reorder", 1)):
+            share = getattr(self, name)
+            if not 0 <= share <= most:
+                raise ValueError(f"{name}: got {share!r}, expected a share in [0, {most}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """Sizes of the tiers and when chunks move.
 

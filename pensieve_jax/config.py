@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from host_cache.config import CHUNK_TOKENS, RUNNING_RESERVE, SWAP_OUT_BELOW
+from host_cache.config import CHUNK_TOKENS, RUNNING_RESERVE, SWAP_OUT_BELOW, TransferFaults
 from host_cache.policies import PolicyFactory, RetentionValue, find_policy
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
@@ -83,7 +83,13 @@ class EngineConfig:
     background: bool = True
     """Run steps in a thread of the engine. False: whoever waits for a turn runs the steps."""
     paranoid: bool = False
-    """After every step check the cache's books and fill freed pages with NaN. Slow; for finding faults."""
+    """After every step check the cache's books and fill freed pages with NaN; keep a checksum of every host
+    page, and recompute what has changed. Slow; for finding faults."""
+    recompute_share: float = 0.0
+    """Share of the finished greedy turns that are computed again from the log and compared. They run beside
+    other turns and count as work."""
+    transfer_faults: TransferFaults | None = None
+    """Make copies between the tiers go wrong, to see that nothing else does. None: don't."""
 
     def __post_init__(self) -> None:
         _check(self.on_busy in ("wait", "refuse"), "on_busy", self.on_busy, "'wait' or 'refuse'")
@@ -91,6 +97,7 @@ class EngineConfig:
         _check(self.execution in ways, "execution", self.execution, " or ".join(map(repr, ways)))
         limit = self.max_context_tokens
         _check(limit is None or _at_least(limit, 2), "max_context_tokens", limit, "None or an integer >= 2")
+        _check(0 <= self.recompute_share <= 1, "recompute_share", self.recompute_share, "a share in [0, 1]")
 
 
 def _check(ok: bool, name: str, value: object, expected: str) -> None:

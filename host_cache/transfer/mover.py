@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from host_cache.errors import TransferError
 from host_cache.plan import PageCopy
+from host_cache.transfer.checksums import PageChecksums
 from host_cache.transfer.pinned_pool import PinnedPool, register_pinned, unregister_pinned
 
 logger = logging.getLogger(__name__)
@@ -29,11 +31,36 @@ class _SwapOut:
     """Per layer [padded, *page], in pinned host memory once ready; the first len(copies) pages count."""
 
 
-class PageMover:
-    """Moves whole pages. `page_sharding` is the sharding of a staged array [n, *page]."""
+class Mover(Protocol):
+    """What a worker needs of whoever moves its pages; see `PageMover`."""
 
-    def __init__(self, pool: PinnedPool, page_sharding: NamedSharding) -> None:
-        self._pool = pool
+    pool: PinnedPool
+    checksums: PageChecksums | None
+
+    def swap_out(self, copies: Sequence[PageCopy], staged: list[jax.Array]) -> None: ...
+
+    def ended(self, *, wait: bool) -> tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]]: ...
+
+    def refused(self, copies: Sequence[PageCopy]) -> tuple[PageCopy, ...]: ...
+
+    def stage_in(self, layer: int, host_pages: np.ndarray, padded: int) -> jax.Array: ...
+
+    def close(self) -> None: ...
+
+
+class PageMover:
+    """Moves whole pages."""
+
+    def __init__(
+        self, pool: PinnedPool, page_sharding: NamedSharding, checksums: PageChecksums | None = None
+    ) -> None:
+        """Args:
+        pool: the host tier's memory.
+        page_sharding: of a staged array [n, *page].
+        checksums: of the same pool, to find pages whose bytes change in the host; None: don't look.
+        """
+        self.pool = pool
+        self.checksums = checksums
         self._device = page_sharding
         self._host = page_sharding.with_memory_kind("pinned_host")
         devices = page_sharding.mesh.devices
@@ -79,6 +106,16 @@ class PageMover:
                 failed.extend(oldest.copies)
         return tuple(done), tuple(failed)
 
+    def refused(self, copies: Sequence[PageCopy]) -> tuple[PageCopy, ...]:
+        """Those of some copies to the device that must not be made: their host pages hold other bytes than
+        were copied there. To be asked once per copy, before `stage_in`."""
+        if self.checksums is None or not copies:
+            return ()
+        damaged = frozenset(self.checksums.damaged([copy.host_page for copy in copies]))
+        if damaged:
+            logger.error("host pages %s hold other bytes than came: they are not loaded", sorted(damaged))
+        return tuple(copy for copy in copies if copy.host_page in damaged)
+
     def stage_in(self, layer: int, host_pages: np.ndarray, padded: int) -> jax.Array:
         """Start copying host pages of one layer to the device. Waits only for a free staging buffer.
 
@@ -99,7 +136,7 @@ class PageMover:
             if last is not None:
                 last.block_until_ready()
             parts = []
-            for source, buffer, device in zip(self._pool.layers[layer], slot, self._devices, strict=True):
+            for source, buffer, device in zip(self.pool.layers[layer], slot, self._devices, strict=True):
                 filled = buffer[:padded]
                 if device.platform == "cpu":
                     # The buffer is used again, but a CPU array shares the memory of an aligned NumPy array,
@@ -121,7 +158,7 @@ class PageMover:
     def close(self) -> None:
         """Give the staging buffers and the pool's memory back, once nothing is copied from them any more."""
         self._drop_slots()
-        self._pool.close()
+        self.pool.close()
 
     def _drop_slots(self) -> None:
         for buffers, last in self._slots:
@@ -138,7 +175,7 @@ class PageMover:
         if len(self._slots) >= STAGING_SLOTS:
             return self._slots.popleft()
         buffers = []
-        for layer, device in zip(self._pool.layers[0], self._devices, strict=True):
+        for layer, device in zip(self.pool.layers[0], self._devices, strict=True):
             buffer = np.empty((pages, *layer.shape[1:]), layer.dtype)
             register_pinned(buffer, device)
             buffers.append(buffer)
@@ -150,10 +187,14 @@ class PageMover:
 
     def _store(self, swap_out: _SwapOut) -> None:
         host_pages = np.fromiter((copy.host_page for copy in swap_out.copies), np.int64)
-        for layer, staged in zip(self._pool.layers, swap_out.staged, strict=True):
+        arrived: list[list[np.ndarray]] = []
+        for layer, staged in zip(self.pool.layers, swap_out.staged, strict=True):
             shards = sorted(staged.addressable_shards, key=lambda shard: shard.index[2].start or 0)
-            for target, shard in zip(layer, shards, strict=True):
-                target[host_pages] = np.asarray(shard.data)[: len(host_pages)]
+            arrived.append([np.asarray(shard.data) for shard in shards])
+            for target, data in zip(layer, arrived[-1], strict=True):
+                target[host_pages] = data[: len(host_pages)]
+        if self.checksums is not None:
+            self.checksums.note(host_pages.tolist(), arrived)
 
 
 def _is_ready(array: jax.Array) -> bool:

@@ -111,6 +111,8 @@ def build_parts(
             mesh=mesh,
             execution=config.execution,
             check_host_memory=config.tiers.check_host_memory,
+            checksums=config.paranoid,
+            transfer_faults=config.transfer_faults,
         )
     except TransferError as error:
         raise InvalidArgumentError(f"host_pages: {error}") from error

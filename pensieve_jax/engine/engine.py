@@ -20,6 +20,7 @@ from pensieve_jax.core.errors import (
     InvalidArgumentError,
 )
 from pensieve_jax.core.types import SamplingParams
+from pensieve_jax.engine.audit import CheckCounters
 from pensieve_jax.engine.build import build_parts, open_checkpoint
 from pensieve_jax.engine.conversation import Conversation
 from pensieve_jax.engine.hints import Hints
@@ -461,6 +462,12 @@ class Engine:
     def counters(self) -> CacheCounters:
         """What the cache has done since the start."""
         return self._turns.counters
+
+    @property
+    @between_steps
+    def checks(self) -> CheckCounters:
+        """What checks of the engine by itself have found since the start (`paranoid`, `recompute_share`)."""
+        return self._turns.checks
 
     @property
     def num_suspensions(self) -> int:

@@ -4,6 +4,8 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 
+import numpy as np
+
 from pensieve_jax.core.errors import (
     ConversationBusyError,
     InvalidArgumentError,
@@ -77,6 +79,15 @@ class ConversationRegistry:
     def ids(self) -> Iterator[str]:
         """Ids of all conversations of the log."""
         return self._log.ids()
+
+    def logged_tokens(self, conversation_id: str) -> np.ndarray:
+        """i32[n]: a conversation's tokens as the log has them now, whatever is in memory.
+
+        Raises:
+            UnknownConversationError: there is none of that id.
+            LogError: its log is damaged.
+        """
+        return self._log.load(conversation_id).token_ids
 
     def append(self, state: ConversationState, record: TurnRecord) -> None:
         """Add a finished turn. It is durable when this returns.

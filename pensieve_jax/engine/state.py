@@ -39,6 +39,8 @@ class ConversationState:
     """Tokens up to and including each finished turn."""
     history: list[tuple[Message, ...] | None]
     """Messages of each finished turn, the answer last; None for a turn given as tokens."""
+    tenant: str = ""
+    """Its KV is shared with nobody of another tenant."""
     active: ActiveTurn | None = None
     queued: deque[tuple[Turn, Any, SamplingParams | None]] = field(default_factory=deque)
     """(turn, input, sampling parameters) of turns that came while another one ran."""
@@ -78,10 +80,12 @@ class ConversationState:
         return self.turn_ends[num_turns - 1] if num_turns else 0
 
 
-def new_state(conversation_id: str, *, logged: bool) -> ConversationState:
+def new_state(conversation_id: str, *, logged: bool, tenant: str = "") -> ConversationState:
     """A conversation without turns."""
     empty = np.zeros(0, np.int32)
-    return ConversationState(id=conversation_id, logged=logged, tokens=empty, turn_ends=[], history=[])
+    return ConversationState(
+        id=conversation_id, logged=logged, tokens=empty, turn_ends=[], history=[], tenant=tenant
+    )
 
 
 def state_of(record: ConversationRecord) -> ConversationState:

@@ -21,11 +21,12 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.plans import StepPlan
 from pensieve_jax.core.types import FinishReason, SamplingParams, TurnReceipt
 from pensieve_jax.engine.answer import Answer, receipt_of
+from pensieve_jax.engine.audit import Auditor, CheckCounters, unattended_turn
 from pensieve_jax.engine.build import EngineParts
 from pensieve_jax.engine.hints import HintBook
 from pensieve_jax.engine.inputs import TurnInput
 from pensieve_jax.engine.registry import ConversationRegistry
-from pensieve_jax.engine.state import ActiveTurn, ConversationState
+from pensieve_jax.engine.state import ActiveTurn, ConversationState, new_state
 from pensieve_jax.engine.turn import Turn, TurnDelta, TurnResult
 from pensieve_jax.models.interface import ModelSpec
 from pensieve_jax.scheduler.request import Request, RequestOutput
@@ -75,6 +76,8 @@ class TurnLoop:
         self._active: dict[int, ActiveTurn] = {}
         """Request id -> the unfinished turn that waits or runs."""
         self.hints = HintBook()
+        self.auditor = Auditor(config.recompute_share, config.seed, spec.dtype)
+        self._books_checked = 0
         self._random = np.random.default_rng(config.seed)
         self._next_request_id = 0
         self._poisoned: frozenset[int] = frozenset()
@@ -179,7 +182,12 @@ class TurnLoop:
             messages=encoded.messages,
             note=encoded.note,
         )
-        self.scheduler.submit(request, now)
+        self._submit(state.active)
+
+    def _submit(self, active: ActiveTurn) -> None:
+        now = self._clock()
+        self.cache.open(active.state.id, now, tenant=active.state.tenant)
+        self.scheduler.submit(active.request, now)
 
     def _completed(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
         """Parameters with seed and `max_tokens` set, after everything is known to fit."""
@@ -214,6 +222,22 @@ class TurnLoop:
     def num_suspensions(self) -> int:
         """How often a turn was suspended, since the start."""
         return self._suspensions_before + self.scheduler.num_suspensions
+
+    @property
+    def checks(self) -> CheckCounters:
+        """What checks have found since the start."""
+        worker, auditor = self.parts.worker, self.auditor
+        sums = worker.checksum_counters
+        return CheckCounters(
+            books_checked=self._books_checked,
+            pages_summed=sums.pages_summed,
+            pages_verified=sums.pages_verified,
+            pages_damaged=sums.pages_damaged,
+            turns_recomputed=auditor.turns_recomputed,
+            turns_different=auditor.turns_different,
+            turns_unreadable=auditor.turns_unreadable,
+            faults_injected=worker.fault_counters.total,
+        )
 
     def _restart_cache(self) -> None:
         """Begin with an empty cache. Counters go on."""
@@ -262,7 +286,7 @@ class TurnLoop:
                 reason = EngineError(f"a step failed, the turn was given up: {type(error).__name__}: {error}")
                 self._end(active, reason)
             else:
-                self.scheduler.submit(active.request, self._clock())
+                self._submit(active)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         if self._config.paranoid:
@@ -287,6 +311,7 @@ class TurnLoop:
 
     def _check_and_poison(self) -> None:
         self.cache.check_integrity()
+        self._books_checked += 1
         free = frozenset(self.cache.free_device_pages())
         self.parts.worker.poison(sorted(free - self._poisoned))
         self._poisoned = free
@@ -315,6 +340,28 @@ class TurnLoop:
             note=active.note,
         )
         self._end(active, result)
+        if state.logged and self.auditor.draws(request.params):
+            self._compute_again(state.id, state.tokens, len(record.output_ids))
+
+    def _compute_again(self, conversation_id: str, tokens: np.ndarray, num_output: int) -> None:
+        """Compute a conversation's last turn again, from its tokens in the log and without what is cached."""
+        try:
+            logged = self._conversations.logged_tokens(conversation_id)
+        except PensieveError as error:
+            self.auditor.unreadable(conversation_id, error)
+            return
+        if not np.array_equal(logged, tokens):
+            self.auditor.unreadable(conversation_id, "its tokens differ")
+            return
+        served = logged[-num_output:].tolist()
+
+        def judge(again: Turn) -> None:
+            self.auditor.judge(conversation_id, served, again)
+            self.cache.forget(again.conversation_id)
+
+        name = f"recompute-{self._next_request_id}"
+        cold = new_state(name, logged=False, tenant=name)
+        self.start(cold, unattended_turn(name, judge), logged[:-num_output], self.auditor.params(num_output))
 
     def _cancel_active(self, active: ActiveTurn) -> None:
         self.scheduler.end(active.request, self._clock())

@@ -9,9 +9,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from host_cache.config import TransferFaults
 from host_cache.errors import TransferError
 from host_cache.plan import PageCopy
-from host_cache.transfer import PageMover, PinnedPool
+from host_cache.transfer import (
+    ChecksumCounters,
+    FaultCounters,
+    FaultyMover,
+    Mover,
+    PageChecksums,
+    PageMover,
+    PinnedPool,
+)
 from pensieve_jax.core.plans import SampleRequest, StepPlan, StepResult, StepStart
 from pensieve_jax.core.types import SampledToken
 from pensieve_jax.models.interface import ServableModel
@@ -30,7 +39,7 @@ class PendingStep:
     def __init__(
         self,
         start: StepStart,
-        mover: PageMover | None,
+        mover: Mover | None,
         output: SampleOutput | None = None,
         samples: Sequence[tuple[int, SampleRequest]] = (),
         *,
@@ -72,7 +81,7 @@ class Worker:
     """Owns the device pool through its runner, and the copies between the tiers."""
 
     def __init__(
-        self, runner: ModelRunner, mover: PageMover | None, shapes: BatchShapes, execution: Execution
+        self, runner: ModelRunner, mover: Mover | None, shapes: BatchShapes, execution: Execution
     ) -> None:
         """Args:
         runner: holds weights and device pool.
@@ -101,7 +110,11 @@ class Worker:
             assert self._mover is not None, "swap-outs need a host tier"
             staged = self._runner.gather(self._pad_pages([copy.device_page for copy in plan.swap_outs]))
             self._mover.swap_out(plan.swap_outs, staged)
+        refused = self._mover.refused(plan.swap_ins) if self._mover else ()
         try:
+            if refused:  # no row can run; what can be loaded is there for the next step
+                self._load([copy for copy in plan.swap_ins if copy not in refused])
+                return PendingStep(StepStart(failed_swap_ins=refused), self._mover)
             if plan.rows:
                 return self._compute(plan)
             if plan.swap_ins:
@@ -109,6 +122,17 @@ class Worker:
         except TransferError:
             return PendingStep(StepStart(failed_swap_ins=plan.swap_ins), self._mover)
         return PendingStep(StepStart(), self._mover, wait_for_copies=not plan.swap_ins)
+
+    @property
+    def checksum_counters(self) -> ChecksumCounters:
+        """What the host pages' checksums have shown."""
+        checksums = self._mover.checksums if self._mover else None
+        return replace(checksums.counters) if checksums else ChecksumCounters()
+
+    @property
+    def fault_counters(self) -> FaultCounters:
+        """What was made to go wrong."""
+        return replace(self._mover.counters) if isinstance(self._mover, FaultyMover) else FaultCounters()
 
     def reset(self) -> None:
         """Start over with an empty pool, after a step has raised. What is under way comes to nothing."""
@@ -176,6 +200,8 @@ class Worker:
     def _load(self, copies: Sequence[PageCopy]) -> None:
         """Copy host pages to the device, and nothing else."""
         mover = self._mover
+        if not copies:
+            return
         assert mover is not None, "swap-ins need a host tier"
         host_pages = np.array([copy.host_page for copy in copies], np.int64)
         pages = self._pad_pages([copy.device_page for copy in copies])
@@ -196,6 +222,8 @@ def build_worker(
     mesh: Mesh,
     execution: Execution,
     check_host_memory: bool,
+    checksums: bool,
+    transfer_faults: TransferFaults | None,
 ) -> Worker:
     """Allocate both tiers' memory and build the worker that owns it.
 
@@ -206,6 +234,8 @@ def build_worker(
         mesh: the devices to spread over.
         execution: how steps without swap-ins run.
         check_host_memory: refuse a host tier larger than the memory that is available.
+        checksums: keep a checksum of every host page and load none whose bytes have changed.
+        transfer_faults: make copies between the tiers go wrong; None: don't.
 
     Raises:
         InvalidArgumentError: the model doesn't divide over the mesh.
@@ -213,7 +243,7 @@ def build_worker(
     """
     spec = model.spec
     runner = ModelRunner(model, num_pages=shapes.num_pages, page_tokens=shapes.page_tokens, mesh=mesh)
-    mover = None
+    mover: Mover | None = None
     if host_pages:
         pool = PinnedPool(
             num_layers=spec.num_layers,
@@ -223,5 +253,7 @@ def build_worker(
             devices=list(mesh.devices.flat),
             check_memory=check_host_memory,
         )
-        mover = PageMover(pool, NamedSharding(mesh, KV_SPEC))
+        mover = PageMover(pool, NamedSharding(mesh, KV_SPEC), PageChecksums(pool) if checksums else None)
+        if transfer_faults is not None:
+            mover = FaultyMover(mover, transfer_faults)
     return Worker(runner, mover, shapes, execution)

@@ -16,6 +16,7 @@ POOLS = {
     "smallest": (4, 3),  # 128 tokens: one conversation at a time
     "device-only": (12, 0),
     "tight-host": (12, 7),
+    "large-host": (12, 40),
     "roomy": (30, 40),
 }
 
@@ -23,7 +24,7 @@ POOLS = {
 class Driver:
     """Performs random operations on an engine and checks every answer that comes out."""
 
-    def __init__(self, model, pool, policy="retention-value", execution="auto", run_ahead=False):
+    def __init__(self, model, pool, policy="retention-value", execution="auto", run_ahead=False, **settings):
         device_pages, host_pages = POOLS[pool]
         self.model = model
         self.limit = device_pages * 32
@@ -34,6 +35,7 @@ class Driver:
             run_ahead=run_ahead,
             background=False,
             paranoid=True,
+            **settings,
         )
         self.engine = Engine(model, config=config)
         self.log = {}  # conversation id -> list of turns, each a list of token ids
@@ -114,6 +116,14 @@ class Driver:
             del self.log[conversation][turns:]
             self.rewinds += 1
 
+    def warm(self, rng):
+        if self.log:
+            self.engine.warm(rng.choice(sorted(self.log)))
+
+    def release(self, rng):
+        if idle := self.idle():
+            self.engine.release(rng.choice(idle))
+
     def delete(self, rng):
         idle = self.idle()
         if len(idle) > 3:
@@ -134,7 +144,11 @@ class Driver:
         self.log = {}
 
     def play(self, rng, length):
-        operations = ["submit"] * 6 + ["step"] * 6 + ["cancel", "fork", "rewind", "delete", "settle"]
+        operations = (
+            ["submit"] * 6
+            + ["step"] * 6
+            + ["cancel", "fork", "rewind", "delete", "settle", "warm", "warm", "release"]
+        )
         for _ in range(length):
             match rng.choice(operations):
                 case "step":
@@ -197,6 +211,7 @@ def test_every_path_was_taken(model, policy, run_ahead):
     assert counters.chunks_swapped_out > 0
     assert counters.chunks_dropped > 0
     assert counters.pages_reclaimed > 0
+    assert counters.chunks_warmed > 0
     assert driver.engine.num_suspensions > 0
     assert min(driver.cancels, driver.forks, driver.rewinds, driver.stopped) > 0
     driver.engine.close()

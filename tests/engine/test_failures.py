@@ -21,8 +21,8 @@ class TroubledMover(PageMover):
     """Copies fail or end late, as a test wants it. Host pages hold NaN until their bytes have come."""
 
     def __init__(self, mover):
-        super().__init__(mover._pool, mover._device)
-        for shards in self._pool.layers:
+        super().__init__(mover.pool, mover._device)
+        for shards in self.pool.layers:
             for pages in shards:
                 pages[...] = np.nan
         self.fails_in = self.fails_out = self.late = lambda: False

@@ -113,7 +113,7 @@ def test_host_tier_is_pinned_memory(model):
     """The whole tier is registered while the engine lives, and not after it."""
     engine = small_engine(model=model, host_pages=64)
     mover = engine._turns.parts.worker._mover
-    arrays = [array for shards in mover._pool.layers for array in shards]
+    arrays = [array for shards in mover.pool.layers for array in shards]
     assert len(arrays) == model.spec.num_layers
     assert all(array.shape == (64, 2, 2, 32, 16) for array in arrays)
     assert all(map(is_pinned, arrays))
@@ -161,7 +161,7 @@ def test_bytes_survive_the_way_through_the_host(model):
         turn.result()
         engine.settle()
         for layer, original in enumerate(before):
-            kept = {page.tobytes() for page in mover._pool.layers[layer][0]}
+            kept = {page.tobytes() for page in mover.pool.layers[layer][0]}
             written = [page for page in original if np.isfinite(page).all() and page.any()]
             full = [page for page in written if page[:, :, -1].any()]
             assert len(full) >= 6

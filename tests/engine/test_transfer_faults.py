@@ -1,0 +1,202 @@
+"""Copies between the tiers fail, come late and change their order.
+
+Greedy answers stay those of a fresh computation, no counter lies and no page is lost. Some tests are named
+after the faults that systems of this kind have had.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from host_cache.config import TransferFaults
+from tests.engine.serving import Chat, evict, ids, small_engine
+from tests.engine.test_cached_equals_cold import POOLS, Driver
+from tests.tiny import TinyModel
+
+DEVICE_TOKENS = 12 * 32
+NONE = TransferFaults(fail=0, delay=0, reorder=0)
+
+
+def set_faults(engine, **shares):
+    mover = engine._turns.parts.worker._mover
+    mover._faults = TransferFaults(**{"fail": 0, "delay": 0, "reorder": 0, **shares})
+    mover._random = random.Random(mover._faults.seed)
+    return mover
+
+
+# -- whatever happens ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drivers():
+    model, made = TinyModel(), {}
+
+    def get(pool):
+        if pool not in made:
+            made[pool] = Driver(model, pool, transfer_faults=NONE)
+        return made[pool]
+
+    yield get
+    for driver in made.values():
+        driver.engine.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    pool=st.sampled_from(["smallest", "large-host"]),
+    seed=st.integers(0, 2**32),
+    length=st.integers(10, 40),
+    fail=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
+    delay=st.sampled_from([0.0, 0.3, 1.0]),
+    reorder=st.sampled_from([0.0, 1.0]),
+)
+def test_cached_equals_cold_under_faults(drivers, pool, seed, length, fail, delay, reorder):
+    driver = drivers(pool)
+    engine = driver.engine
+    mover = set_faults(engine, seed=seed, fail=fail, delay=delay, reorder=reorder)
+    before, done_before = engine.counters, mover.counters.total
+    driver.play(random.Random(seed), length)
+    after = engine.counters
+    assert after.failed_swap_ins + after.failed_swap_outs >= before.failed_swap_ins + before.failed_swap_outs
+    if not fail:
+        assert after.failed_swap_ins == before.failed_swap_ins
+        assert after.failed_swap_outs == before.failed_swap_outs
+    if not (fail or delay or reorder):
+        assert mover.counters.total == done_before
+    driver.clear()
+    engine.settle()
+    engine.check_integrity()
+    ledger = engine._turns.cache._ledger
+    assert (len(ledger._device.free_pages()), len(ledger._host.free_pages())) == POOLS[pool]
+
+
+def test_every_kind_of_fault_was_met():
+    driver = Driver(TinyModel(), "large-host", transfer_faults=TransferFaults(seed=5))
+    driver.play(random.Random(5), 250)
+    counters, met = driver.engine.counters, driver.engine._turns.parts.worker.fault_counters
+    assert all(getattr(met, name) > 0 for name in type(met).__slots__), met
+    assert counters.failed_swap_ins > 0
+    assert counters.failed_swap_outs >= met.failed_stores - counters.chunks_dropped
+    assert driver.engine.checks.faults_injected == met.total
+    assert driver.engine.checks.pages_damaged == 0, "what has failed is never tried"
+    driver.engine.close()
+
+
+# -- one by one ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared_engine():
+    with small_engine(host_pages=24, transfer_faults=NONE) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine):
+    yield shared_engine
+    set_faults(shared_engine)
+    while shared_engine.step():
+        pass
+    for conversation_id in list(shared_engine.conversation_ids()):
+        shared_engine.delete(conversation_id)
+    shared_engine.settle()
+    shared_engine.check_integrity()
+    ledger = shared_engine._turns.cache._ledger
+    assert (len(ledger._device.free_pages()), len(ledger._host.free_pages())) == (12, 24)
+
+
+def places(receipt):
+    return receipt.tokens_from_device, receipt.tokens_from_host, receipt.tokens_recomputed
+
+
+def test_fault_12_failed_load_is_never_taken_as_loaded(engine):
+    """And fault 37: what was recomputed is no hit."""
+    recomputed = Counter()
+    for seed in range(6):
+        chat = Chat(engine)
+        chat.turn(ids(150, seed=seed), 5)
+        evict(engine, DEVICE_TOKENS)
+        before = engine.counters
+        set_faults(engine, seed=seed, fail=0.5)
+        receipt = chat.turn([7, 8]).receipt
+        set_faults(engine)
+        after = engine.counters
+        assert sum(places(receipt)) == 154
+        failed = after.failed_swap_ins - before.failed_swap_ins
+        loaded = after.chunks_swapped_in - before.chunks_swapped_in
+        assert failed + loaded == 5
+        assert receipt.tokens_recomputed >= 32 * (failed - 1)
+        assert after.tokens_recomputed - before.tokens_recomputed == receipt.tokens_recomputed
+        recomputed[failed] += 1
+        engine.delete(chat.id)
+    assert len(recomputed) > 1, "sometimes more, sometimes fewer"
+
+
+def test_fault_10_failed_store_is_not_kept_as_if_valid(engine):
+    chat = Chat(engine)
+    chat.turn(ids(150), 5)
+    before = engine.counters
+    mover = set_faults(engine, seed=2, fail=0.5)
+    evict(engine, DEVICE_TOKENS)
+    set_faults(engine)
+    failed = engine.counters.failed_swap_outs - before.failed_swap_outs
+    assert 0 < failed == mover.counters.failed_stores
+    receipt = chat.turn([7, 8]).receipt
+    assert receipt.tokens_from_host > 0 and receipt.tokens_recomputed > 0
+    assert sum(places(receipt)) == 154
+
+
+def test_fault_1_and_5_late_store_is_not_loaded_before_it_has_ended(engine):
+    chat, other = Chat(engine), Chat(engine)
+    chat.turn(ids(150), 5)
+    mover = set_faults(engine, delay=1.0)
+    late = mover.counters.late_stores
+    other.turn(ids(DEVICE_TOKENS - 8, seed=1), 2)
+    assert mover.counters.late_stores > late
+    assert places(chat.turn([7, 8]).receipt) == (0, 154, 0)
+    other.turn([1])
+
+
+def test_fault_7_and_9_pages_of_late_copies_are_not_used_again(engine):
+    """Conversations are deleted, released and cancelled while their copies are late; the late bytes come
+    all the same, and must hit nobody."""
+    for seed in range(5):
+        set_faults(engine, seed=seed, delay=1.0, reorder=1.0)
+        gone, kept = Chat(engine), Chat(engine)
+        gone.turn(ids(150, seed=seed), 5)
+        kept.turn(ids(150, seed=seed + 50), 5)
+        cancelled = Chat(engine).submit(ids(200, seed=2), max_tokens=4)
+        engine.step()
+        cancelled.cancel()
+        if seed % 2:
+            gone.conversation.delete()
+        else:
+            gone.conversation.release()
+        for number in range(3):
+            third = Chat(engine)
+            third.turn(ids(170, seed=number), 3)
+            kept.turn([number])
+            third.turn([5])
+            third.conversation.delete()
+        engine.check_integrity()
+
+
+def test_suspended_turns_come_back_under_faults():
+    """Fault 30: neither output nor order is lost."""
+    faults = TransferFaults(seed=4, fail=0.3)
+    with small_engine(device_pages=8, host_pages=16, transfer_faults=faults) as engine:
+        chats = Chat(engine), Chat(engine)
+        given = ids(60), ids(60, seed=1)
+        turns = [chat.submit(tokens, max_tokens=110) for chat, tokens in zip(chats, given, strict=True)]
+        for chat, *pair in zip(chats, turns, given, strict=True):
+            chat.check(*pair)
+        assert engine.num_suspensions > 0
+
+
+def test_chosen_by_configuration():
+    with small_engine(host_pages=0, transfer_faults=TransferFaults()) as engine:
+        Chat(engine).turn(ids(40))
+        assert engine.checks.faults_injected == 0, "there is nothing to copy to"
