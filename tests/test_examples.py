@@ -19,3 +19,10 @@ def test_hints(monkeypatch, capsys):
         "history from the device: 207 from the host: 0",
         "computed again: 220",
     ]
+
+
+def test_faults(monkeypatch, capsys):
+    without, with_faults, same = run("faults.py", monkeypatch, capsys)
+    assert without == "faults: 0 failed loads: 0"
+    assert with_faults.split()[-1] != "0"
+    assert same == "same answers: True"

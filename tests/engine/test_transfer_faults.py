@@ -34,27 +34,27 @@ def set_faults(engine, **shares):
 def drivers():
     model, made = TinyModel(), {}
 
-    def get(pool):
-        if pool not in made:
-            made[pool] = Driver(model, pool, transfer_faults=NONE)
-        return made[pool]
+    def get(pool, run_ahead):
+        if (pool, run_ahead) not in made:
+            made[pool, run_ahead] = Driver(model, pool, run_ahead=run_ahead, transfer_faults=NONE)
+        return made[pool, run_ahead]
 
     yield get
     for driver in made.values():
         driver.engine.close()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
-    pool=st.sampled_from(["smallest", "large-host"]),
+    case=st.sampled_from([("smallest", True), ("large-host", False), ("large-host", True)]),
     seed=st.integers(0, 2**32),
     length=st.integers(10, 40),
     fail=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
     delay=st.sampled_from([0.0, 0.3, 1.0]),
     reorder=st.sampled_from([0.0, 1.0]),
 )
-def test_cached_equals_cold_under_faults(drivers, pool, seed, length, fail, delay, reorder):
-    driver = drivers(pool)
+def test_cached_equals_cold_under_faults(drivers, case, seed, length, fail, delay, reorder):
+    driver = drivers(*case)
     engine = driver.engine
     mover = set_faults(engine, seed=seed, fail=fail, delay=delay, reorder=reorder)
     before, done_before = engine.counters, mover.counters.total
@@ -70,7 +70,7 @@ def test_cached_equals_cold_under_faults(drivers, pool, seed, length, fail, dela
     engine.settle()
     engine.check_integrity()
     ledger = engine._turns.cache._ledger
-    assert (len(ledger._device.free_pages()), len(ledger._host.free_pages())) == POOLS[pool]
+    assert (len(ledger._device.free_pages()), len(ledger._host.free_pages())) == POOLS[case[0]]
 
 
 def test_every_kind_of_fault_was_met():
