@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
                 systems=given.systems.split(","),
                 rates=[float(rate) for rate in given.rates.split(",")],
                 choice=choice,
-                server=server,
+                server=lambda _: server,
                 workload=workload,
                 run=run,
             )

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pensieve_jax.core.model_shape import ModelShape
 from pensieve_jax.engine.build import open_checkpoint
 from pensieve_jax.models import ModelSpec, ServableModel, load_tokenizer, make_model
 from pensieve_jax.models.families import abstract_model
 from pensieve_jax.models.loading import config_and_dtype
 from pensieve_jax.models.presets import PRESETS, preset, random_model
+from pensieve_jax.models.shape import shape_of
 
 TINY = {
     "model_type": "llama",
@@ -59,11 +61,20 @@ class ModelChoice:
         """For people and results."""
         return self.name if self.checkpoint is None else self.checkpoint.name
 
-    @cached_property
+    @property
     def spec(self) -> ModelSpec:
         """Its dimensions; no weights are read for them."""
+        return self._abstract.spec
+
+    @property
+    def shape(self) -> ModelShape:
+        """What the simulator needs to know of it."""
+        return shape_of(self._abstract, self.num_shards)
+
+    @cached_property
+    def _abstract(self) -> ServableModel:
         config = self.config if self.checkpoint is None else config_and_dtype(self.checkpoint)[0]
-        return abstract_model(config, dtype=np.dtype(jnp.dtype(self.dtype))).spec
+        return abstract_model(config, dtype=np.dtype(jnp.dtype(self.dtype)))
 
     @property
     def kv_bytes_per_token(self) -> int:

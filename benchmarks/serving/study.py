@@ -167,18 +167,8 @@ class Study:
             self._opener = (key, Opener(point.choice, point.server))
         return self._opener[1]
 
-    def _workload(self, point: Point) -> Workload:
-        settings = point.workload
-        tokenizer = point.choice.tokenizer
-        if tokenizer is None:
-            settings = replace(settings, vocab_size=point.choice.spec.vocab_size)
-        settings = replace(
-            settings, max_context_tokens=min(settings.max_context_tokens, point.server.max_context_tokens)
-        )
-        return make_workload(settings, tokenizer)
-
     def _run_point(self, point: Point, system: System, clock: RunClock) -> dict[str, float]:
-        workload = self._workload(point)
+        workload = workload_of(point)
         title = f"{point.case}, digest {workload.digest}"
         self.console.print(f"{title}: {workload.num_turns} turns at most", highlight=False)
         with live(self.console, point.case, point.run.stop_s) as progress:
@@ -213,6 +203,10 @@ class Study:
         self._say(figures)
         return figures
 
+    def keep(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Add results of the figure's own: keywords of `records.record`, without bench and device."""
+        replace_records(self.path, [self._record(packages=(), **line) for line in lines])
+
     def _record(self, **values: Any) -> dict[str, Any]:
         device, driver = self.gpu or (None, None)
         return record(bench=self.bench, device=device, driver=driver, **values)
@@ -224,6 +218,15 @@ class Study:
     def _say(self, figures: Mapping[str, float]) -> None:
         parts = [f"{label} {_cell(figures.get(name))}" for name, label in SHOWN.items()]
         self.console.print("  " + ", ".join(parts), highlight=False, soft_wrap=True)
+
+
+def workload_of(point: Point) -> Workload:
+    """What a point serves: tokens of its model, contexts that its server takes."""
+    settings, tokenizer = point.workload, point.choice.tokenizer
+    if tokenizer is None:
+        settings = replace(settings, vocab_size=point.choice.spec.vocab_size)
+    limit = min(settings.max_context_tokens, point.server.max_context_tokens)
+    return make_workload(replace(settings, max_context_tokens=limit), tokenizer)
 
 
 def make_console() -> Console:
@@ -243,7 +246,7 @@ def rate_points(
     systems: Sequence[str],
     rates: Sequence[float] | Mapping[str, Sequence[float]],
     choice: ModelChoice,
-    server: ServerSettings,
+    server: Callable[[str], ServerSettings],
     workload: Callable[[float], WorkloadSettings],
     run: RunSettings,
     facts: Mapping[str, Any] | None = None,
@@ -255,7 +258,7 @@ def rate_points(
         systems: names.
         rates: requests/s; by system if they differ.
         choice: the model.
-        server: what every system is given.
+        server: what a system is given.
         workload: settings at a rate.
         run: how long.
         facts: further settings for the results.
@@ -269,7 +272,7 @@ def rate_points(
                 series=series,
                 system=system,
                 choice=choice,
-                server=server,
+                server=server(system),
                 workload=workload(rate),
                 run=run,
                 facts=facts or {},
