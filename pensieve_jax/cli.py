@@ -239,7 +239,7 @@ def chat(
         )
     with engine:
         with _stages() as stages, closing_on_interrupt(engine.close):
-            warm_up(engine, params, progress=stages.stage("compiling"))
+            warm_up(engine, params, max_turns=1, progress=stages.stage("compiling"))
         Chat(engine, Console(), conversation_id=conversation, params=params, system=system).run()
 
 

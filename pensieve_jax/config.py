@@ -1,5 +1,6 @@
 """The configuration of an engine: one tree of values, each part with its own part."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -8,6 +9,11 @@ from host_cache.config import CHUNK_TOKENS, RUNNING_RESERVE, SWAP_OUT_BELOW, Tra
 from host_cache.policies import PolicyFactory, RetentionValue, find_policy
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
+
+
+def default_compilation_cache() -> Path:
+    """The user's cache folder: `XDG_CACHE_HOME`, or `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve-jax" / "xla"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +79,9 @@ class EngineConfig:
     shows a step late, which costs that step's token, never a wrong one. None: on a GPU."""
     batch_invariant: bool = False
     """A turn's attention is the same bits whatever else runs beside it. Slower."""
+    compilation_cache: Path | None = field(default_factory=default_compilation_cache)
+    """Folder that keeps compiled programs for the next start; None: none. If JAX was told a folder already
+    (`jax_compilation_cache_dir`), it keeps that."""
     log_path: Path | None = None
     """SQLite file that holds the conversations. None: they are lost with the process."""
     profile_path: Path | None = None

@@ -1,20 +1,19 @@
 """Serving the demo's conversations in both ways, and timing that without the compiler."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 
 import jax.monitoring
-import numpy as np
 
 from host_cache.manager import CacheCounters
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.errors import EngineError
 from pensieve_jax.core.types import FinishReason, SamplingParams, TurnReceipt
 from pensieve_jax.demo.workload import Workload
-from pensieve_jax.engine import Conversation, Engine
+from pensieve_jax.engine import Engine
 from pensieve_jax.engine.warmup import warm_up
 from pensieve_jax.interrupts import closing_on_interrupt
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
@@ -146,8 +145,7 @@ def serve(
 
         stack.enter_context(closing_on_interrupt(close))
         for engine, way in ((kept, "with state"), (lost, "without")):
-            warm_up(engine, params, progress=partial(progress, f"compiling, {way}"))
-        warm_up_copies(kept, progress=partial(progress, "compiling, copies"))
+            warm_up(engine, params, max_turns=1, progress=partial(progress, f"compiling, {way}"))
         players = [_Player(engine, workload, params) for engine in (kept, lost)]
         with _compilations() as compiled:
             for done, (conversation, turn) in enumerate(workload.order):
@@ -177,68 +175,6 @@ def _compilations() -> Iterator[list[Compiled]]:
         yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def warm_up_copies(engine: Engine, *, progress: Callable[[int, int], None]) -> None:
-    """Compile the copies between the tiers, in every padded number of pages that a conversation reaches: fill
-    conversations of 1, 2, 3, 5, 9, ... pages, which are padded to 1, 2, 4, 8, 16, ...; push them out to the
-    host with others; and continue them.
-
-    Leaves nothing in the cache or in the log.
-    """
-    pages, page_tokens = engine.cache_config, engine.cache_config.page_tokens
-    once = SamplingParams(max_tokens=1, ignore_eos=True)
-    most = min(pages.host_pages, pages.device_pages * 3 // 4, engine.max_context_tokens // page_tokens - 2)
-    sizes = [size for size in (1, *(1 + (1 << i) for i in range(most.bit_length()))) if size <= most]
-    # The fillers' own pages go to the host too, until a quarter of the device is free.
-    groups = _groups(sizes, pages.host_pages - pages.device_pages // 4)
-    half = max(1, pages.device_pages // 2)
-    rng = np.random.default_rng(0)
-    conversations: list[Conversation] = []
-
-    def compute(conversation: Conversation, num_pages: int) -> int:
-        """Pages that had to come from the host."""
-        prompt = rng.integers(engine.spec.vocab_size, size=max(1, num_pages * page_tokens))
-        receipt = conversation.send(prompt, once).receipt
-        return -(-receipt.tokens_from_host // page_tokens) if receipt else 0
-
-    def begin(num_pages: int) -> Conversation:
-        conversations.append(engine.conversation())
-        compute(conversations[-1], num_pages)
-        return conversations[-1]
-
-    def swap(group: list[int]) -> set[int]:
-        """Numbers of pages that were swapped in."""
-        filled = [begin(size) for size in group]
-        begin(half)
-        begin(half)
-        swapped_in = {compute(conversation, 0) for conversation in filled}
-        for size in group:  # as many are copied out ahead of time, now that the pool is full
-            begin(size)
-        return swapped_in
-
-    met: set[int] = set()
-    for done, group in enumerate(groups):
-        progress(done, len(groups))
-        met |= swap(group)
-    for size in sizes:  # what others of its group have pushed out of the host
-        if size not in met:
-            swap([size])
-    progress(len(groups), len(groups))
-    engine.settle()
-    for conversation in conversations:
-        conversation.delete()
-
-
-def _groups(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """The sizes in ascending order, in groups whose sums are at most `most`."""
-    groups: list[list[int]] = []
-    for size in sizes:
-        if groups and sum(groups[-1]) + size <= most:
-            groups[-1].append(size)
-        else:
-            groups.append([size])
-    return groups
 
 
 def _difference(after: CacheCounters, before: CacheCounters) -> CacheCounters:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import psutil
 
@@ -35,6 +36,8 @@ DEVICE_MEMORY_SHARE = 0.85
 """Share of the device memory that is free after the weights which the pool takes; the rest is workspace."""
 HOST_MEMORY_SHARE = 0.5
 """Share of the free host memory that the host tier takes unless a size is given."""
+KEPT_FROM_S = 0.1
+"""Programs that compile faster than this are not kept: reading them takes as long."""
 NOMINAL_FLOPS_PER_S = 1e14
 """Scales all costs of the analytic cost model alike, so it changes no order."""
 
@@ -80,6 +83,13 @@ def open_checkpoint(
     )
 
 
+def keep_programs(folder: Path | None) -> None:
+    """Let JAX keep compiled programs in a folder, unless it was told one already."""
+    if folder is not None and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_FROM_S)
+
+
 def build_parts(
     model: ServableModel, tokenizer: Any | None, config: EngineConfig, num_shards: int
 ) -> EngineParts:
@@ -89,6 +99,7 @@ def build_parts(
         InvalidArgumentError: the model doesn't divide over the shards, a size is out of range, or the host
             can't give the memory of its tier.
     """
+    keep_programs(config.compilation_cache)
     mesh = make_mesh(num_shards)
     spec = model.spec
     shape, device = shape_of(model, num_shards), mesh.devices.flat[0].device_kind
@@ -99,6 +110,7 @@ def build_parts(
         num_pages=cache_config.device_pages,
         page_tokens=cache_config.page_tokens,
         max_rows=config.scheduler.max_rows,
+        max_tokens=config.scheduler.step_tokens,
         max_pages=min(cache_config.pages_for(max_context), cache_config.device_pages),
         planned_heads=planned_heads(spec, num_shards),
         batch_invariant=config.batch_invariant,

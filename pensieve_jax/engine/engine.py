@@ -420,6 +420,23 @@ class Engine:
         """Wait until all copies to the host have ended."""
         self._turns.settle()
 
+    @between_steps
+    def compile(
+        self,
+        params: Sequence[SamplingParams],
+        *,
+        max_turns: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compile ahead; see `pensieve_jax.engine.warmup.warm_up`."""
+        self._turns.compile(params, max_turns=max_turns, progress=progress)
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs compiled in this process, or read from the persistent cache, since `warm_up` or the start:
+        0 while everything that is served was compiled ahead."""
+        return self._turns.compilations.count
+
     # -- the whole -------------------------------------------------------------------------------
 
     @between_steps
@@ -493,9 +510,8 @@ class Engine:
         """Cancel all unfinished turns and close the log. Further calls raise `EngineError` or `LogError`."""
         if self._closed:
             return
-        self._turns.cancel_all()
+        self._turns.close()
         self._closed = True
-        self._turns.parts.worker.close()
         self._conversations.close()
 
     def __enter__(self) -> "Engine":

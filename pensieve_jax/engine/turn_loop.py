@@ -18,7 +18,7 @@ from pensieve_jax.core.errors import (
     PensieveError,
     RequestTooLargeError,
 )
-from pensieve_jax.core.plans import StepPlan
+from pensieve_jax.core.plans import SampleRequest, StepPlan
 from pensieve_jax.core.types import FinishReason, SamplingParams, TurnReceipt
 from pensieve_jax.engine.answer import Answer, receipt_of
 from pensieve_jax.engine.audit import Auditor, CheckCounters, unattended_turn
@@ -32,6 +32,7 @@ from pensieve_jax.models.interface import ModelSpec
 from pensieve_jax.scheduler.request import Request, RequestOutput
 from pensieve_jax.scheduler.scheduler import Scheduler
 from pensieve_jax.store.log import TurnRecord
+from pensieve_jax.worker.compilations import CompilationCounter
 from pensieve_jax.worker.worker import PendingStep
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,15 @@ class TurnLoop:
         self._suspensions_before = 0
         self._under_way: deque[PendingStep] = deque()
         """Steps that the device has and whose results were not applied, the oldest first."""
+        self.compilations = CompilationCounter()
         self._start_cache()
+
+    def close(self) -> None:
+        """Cancel all unfinished turns and give the memory back."""
+        self.cancel_all()
+        self._under_way.clear()
+        self.parts.worker.close()
+        self.compilations.close()
 
     @property
     def has_work(self) -> bool:
@@ -121,6 +130,20 @@ class TurnLoop:
         self._finish_steps()
         self._dispatch(StepPlan(rows=(), swap_ins=(), swap_outs=self.cache.take_swap_outs()))
         self._finish_steps()
+
+    def compile(
+        self,
+        params: Sequence[SamplingParams],
+        *,
+        max_turns: int | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        """Compile ahead; see `Worker.compile`."""
+        self._finish_steps()
+        none = np.zeros(0, np.int32)
+        choices = [SampleRequest(replace(each, seed=each.seed or 0), 0, none) for each in params]
+        self.parts.worker.compile(choices, max_turns=max_turns, progress=progress)
+        self.compilations.count = 0
 
     def warm(self, state: ConversationState) -> int:
         """An idle conversation's next turn is near: the next step loads what the host has of it.

@@ -101,16 +101,17 @@ def measure_profile(
     device = mesh.devices.flat[0]
     limit = min(config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens)
     cost_rows, num_pages = _fit(model, config, limit, num_shards)
+    tokens = _token_counts(config)
     shapes = BatchShapes(
         num_pages=num_pages,
         page_tokens=CHUNK_TOKENS,
         max_rows=MAX_ROWS,
+        max_tokens=max(tokens[-1], cost_rows * CHUNK_TOKENS, MAX_ROWS),
         max_pages=-(-limit // CHUNK_TOKENS),
         planned_heads=planned_heads(spec, num_shards),
     )
     timer = StepTimer(model, shapes=shapes, mesh=mesh, layered=device.platform == "cpu")
     rows = _RowMaker(num_pages, spec.vocab_size, config.seed)
-    tokens = _token_counts(config)
     contexts = _contexts(limit)
     steps: dict[str, Rows] = {f"tokens {n}": rows.step_of(n, config.decode_rows, limit) for n in tokens}
     steps |= {f"context {n}": rows.make(cost_rows, CHUNK_TOKENS, n) for n in contexts}

@@ -1,8 +1,9 @@
 """From a step plan's rows to arrays of a few fixed shapes."""
 
+import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,14 @@ from pallas_kernels.multi_token_attention import AttentionPlan, plan_attention, 
 from pensieve_jax.core.plans import Row, SampleRequest
 from pensieve_jax.models.interface import ModelSpec
 
-SMALLEST_PREFILL = 16
-"""Tokens of the smallest padded batch that is not all decode rows."""
+SMALLEST_DECODE, SMALLEST_DECODE_HOPPER = 1, 8
+"""Rows of the smallest padded batch of decode rows; all sizes are multiples of it. The kernels for Hopper
+take 8 rows at once."""
+FEW = 8
+"""Below it, sizes are powers of two: what padding adds then is little."""
+SMALLEST_PREFILL, SMALLEST_PREFILL_HOPPER = 16, 64
+"""Tokens of the smallest padded batch that is not all decode rows; all sizes are multiples of it. Fewer
+tokens would take a GPU as long."""
 
 
 @partial(
@@ -66,18 +73,41 @@ class BatchShapes:
     page_tokens: int
     max_rows: int
     """Rows of a batch at most."""
+    max_tokens: int
+    """Query tokens of a batch at most."""
     max_pages: int
     """Pages of one row at most."""
     planned_heads: tuple[int, int] | None = None
     """Query and KV heads on one device, for the work items of the Hopper kernel; None where it isn't run,
     so that no step plans them for nothing."""
     batch_invariant: bool = False
-    """Whether a row's attention is the same bits whatever else is in the batch."""
+    """Whether a row's output is the same bits whatever else is in the batch. All batches then have one shape,
+    since products of other shapes may sum in another order."""
+
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Rows that a batch of decode rows is padded to."""
+        if self.planned_heads is None:
+            return sizes_up_to(self.max_rows, SMALLEST_DECODE)
+        return sizes_up_to(self.max_rows, SMALLEST_DECODE_HOPPER, per_octave=2)
+
+    @property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """Tokens that any other batch is padded to. It is padded to `max_samples` rows."""
+        sizes = sizes_up_to(self.max_tokens, SMALLEST_PREFILL)
+        if self.planned_heads is not None:
+            sizes = sizes_up_to(self.max_tokens, SMALLEST_PREFILL_HOPPER, per_octave=2)
+        return sizes[-1:] if self.batch_invariant else sizes
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """Pages that a copy between the tiers is padded to."""
+        return sizes_up_to(self.num_pages, 1, per_octave=1 if self.planned_heads is None else 4)
 
     @property
     def max_samples(self) -> int:
         """Tokens that one step chooses at most, padding included."""
-        return bucket(self.max_rows)
+        return self.decode_sizes[-1]
 
 
 def planned_heads(spec: ModelSpec, num_shards: int) -> tuple[int, int] | None:
@@ -87,9 +117,26 @@ def planned_heads(spec: ModelSpec, num_shards: int) -> tuple[int, int] | None:
     return spec.num_heads // num_shards, spec.num_kv_heads // num_shards
 
 
-def bucket(n: int, smallest: int = 1) -> int:
-    """The next power of two, at least `smallest`: few shapes, hence few compilations."""
-    return max(smallest, 1 << (n - 1).bit_length()) if n > 0 else smallest
+@lru_cache
+def sizes_up_to(most: int, smallest: int, *, per_octave: int = 1) -> tuple[int, ...]:
+    """Sizes to pad to: few, so that all can be compiled ahead, and near enough to each other that padding
+    costs little.
+
+    Args:
+        most: the last size, or the next multiple of `smallest`.
+        smallest: the first size; all are multiples of it.
+        per_octave: sizes from each power of two to the next, from `FEW` on. One saves compiling where that
+            takes longer than the padding ever will, as on a CPU.
+    """
+    last = -(-most // smallest) * smallest
+    powers = [1 << octave for octave in range(last.bit_length())]
+    between = [p * (per_octave + i) // per_octave for p in powers if p >= FEW for i in range(1, per_octave)]
+    return (*sorted(size for size in powers + between if size < last and size % smallest == 0), last)
+
+
+def padded(n: int, sizes: tuple[int, ...]) -> int:
+    """The first of the ascending sizes that holds n."""
+    return sizes[bisect.bisect_left(sizes, n)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +154,8 @@ def pack(
 ) -> tuple[BatchArrays, list[tuple[int, SampleRequest]]]:
     """Lay out the rows of a step.
 
-    A batch of decode rows is padded to a power of two of tokens and as many rows; any other to a power
-    of two of tokens and `max_rows` rows, so that the number of shapes is logarithmic.
+    A batch of decode rows is padded to one of `decode_sizes`, any other to one of `prefill_sizes`. As many
+    tokens are chosen as there are padded rows, so the tokens' number alone tells the shapes.
 
     Args:
         rows: at least one, at most `shapes.max_rows`.
@@ -120,10 +167,10 @@ def pack(
     """
     q_lens = [len(row.token_ids) for row in rows]
     total = sum(q_lens)
-    if total == len(rows):
-        num_tokens = num_rows = bucket(total)
+    if total == len(rows) and not shapes.batch_invariant:
+        num_tokens = num_rows = padded(total, shapes.decode_sizes)
     else:
-        num_tokens, num_rows = bucket(total, SMALLEST_PREFILL), shapes.max_rows
+        num_tokens, num_rows = padded(total, shapes.prefill_sizes), shapes.max_samples
     given_ids = np.zeros(num_tokens, np.int32)
     sources = np.full(num_tokens, shapes.max_samples, np.int32)
     positions = np.zeros(num_tokens, np.int32)
@@ -146,7 +193,7 @@ def pack(
         if row.sample is not None:
             samples.append((row.request_id, row.sample))
             sample_tokens.append(at - 1)
-    padded_samples = np.zeros(bucket(len(samples)), np.int32)
+    padded_samples = np.zeros(num_rows, np.int32)
     padded_samples[: len(samples)] = sample_tokens
     num_heads, num_kv_heads = shapes.planned_heads or (None, None)
     arrays = BatchArrays(
@@ -170,3 +217,24 @@ def pack(
         sample_tokens=padded_samples,
     )
     return arrays, samples
+
+
+def blank(num_tokens: int, shapes: BatchShapes, previous: PreviousSamples, *, decode: bool) -> BatchArrays:
+    """A padded batch that writes nowhere and means nothing: to compile what runs its like.
+
+    Args:
+        num_tokens: one of `shapes.decode_sizes` or `shapes.prefill_sizes`.
+        shapes: the limits.
+        previous: of a step.
+        decode: all rows are decode rows.
+    """
+    longest = shapes.max_pages * shapes.page_tokens
+    rows: list[Row] = []
+    left = min(num_tokens, shapes.max_rows if decode else shapes.max_tokens)
+    while left:
+        count = 1 if decode else min(left, longest)
+        pages = np.zeros(-(-count // shapes.page_tokens), np.int32)
+        rows.append(Row(0, np.zeros(count, np.int32), 0, pages, None))
+        left -= count
+    batch, _ = pack(rows, shapes, previous)
+    return replace(batch, write_pages=np.full_like(batch.write_pages, shapes.num_pages))

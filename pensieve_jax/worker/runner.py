@@ -64,6 +64,8 @@ class ModelRunner:
         self._layer = jax.jit(self._layer_step, static_argnames="graphs", donate_argnames="kv")
         self._head = jax.jit(self._head_step, static_argnames="graphs")
         self._whole = jax.jit(self._whole_step, static_argnames="graphs", donate_argnames="pools")
+        # Apart from the layers: another way of choosing tokens compiles this alone.
+        self._sample = jax.jit(sample)
         self._scatter = jax.jit(scatter_pages, donate_argnums=0)
         self._gather = jax.jit(lambda pools, pages: [gather_pages(pool, pages) for pool in pools])
         self._fill = jax.jit(
@@ -101,10 +103,10 @@ class ModelRunner:
 
     def run_resident(self, batch: BatchArrays, sampling: SamplingArrays) -> SampleOutput:
         """Run all layers in one call. Doesn't wait for the result."""
-        output, self._pools = self._whole(
-            graphs=self._graphs, states=self._states, pools=self._pools, batch=batch, sampling=sampling
+        logits, self._pools = self._whole(
+            graphs=self._graphs, states=self._states, pools=self._pools, batch=batch
         )
-        return output
+        return self._sample(logits, sampling)
 
     def run_layered(
         self, batch: BatchArrays, sampling: SamplingArrays, stage_in: StageIn | None, pages: np.ndarray
@@ -127,7 +129,7 @@ class ModelRunner:
             while stage_in is not None and len(staged) <= min(layer + LOOK_AHEAD, self.spec.num_layers - 1):
                 staged.append(stage_in(len(staged)))
             if staged:
-                self._pools[layer] = self._scatter(self._pools[layer], staged[layer], pages)
+                self.scatter(layer, staged[layer], pages)
                 staged[layer] = None  # its memory is free once the pages are in the pool
             x, self._pools[layer] = self._layer(
                 graphs=graphs[layer + 1],
@@ -136,7 +138,8 @@ class ModelRunner:
                 kv=self._pools[layer],
                 batch=batch,
             )
-        return self._head(graphs=graphs[-1], state=states[-1], x=x, batch=batch, sampling=sampling)
+        logits = self._head(graphs=graphs[-1], state=states[-1], x=x, batch=batch)
+        return self._sample(logits, sampling)
 
     def load(self, stage_in: StageIn, pages: np.ndarray) -> None:
         """Put every layer's staged pages into the pool, without running a layer.
@@ -146,7 +149,11 @@ class ModelRunner:
             pages: i32[n]: where staged pages go; the pool's size for padding.
         """
         for layer in range(self.spec.num_layers):
-            self._pools[layer] = self._scatter(self._pools[layer], stage_in(layer), pages)
+            self.scatter(layer, stage_in(layer), pages)
+
+    def scatter(self, layer: int, staged: jax.Array | None, pages: np.ndarray) -> None:
+        """Put a layer's staged pages into the pool."""
+        self._pools[layer] = self._scatter(self._pools[layer], staged, pages)
 
     def gather(self, pages: np.ndarray) -> list[jax.Array]:
         """Copy pages out of the pool, per layer [n, *page]; the pool's size in `pages` gives zeros."""
@@ -200,22 +207,21 @@ class ModelRunner:
             specs = (self._part_specs(1), P(), KV_SPEC, P())
             return self._sharded(layer, specs, (P(), KV_SPEC), state, x, kv, batch)
 
-    def _head_step(
-        self, graphs: Any, state: Any, x: jax.Array, batch: BatchArrays, sampling: SamplingArrays
-    ) -> SampleOutput:
+    def _head_step(self, graphs: Any, state: Any, x: jax.Array, batch: BatchArrays) -> jax.Array:
+        """f32[num_samples, vocab]"""
+
         def head(state: Any, x: jax.Array, batch: BatchArrays) -> jax.Array:
             return nnx.merge(graphs, state)(x[batch.sample_tokens], PlainContext(batch, self._axis))
 
         with self._precision():
-            logits = self._sharded(head, (self._part_specs(-1), P(), P()), P(), state, x, batch)
-        return sample(logits, sampling)
+            return self._sharded(head, (self._part_specs(-1), P(), P()), P(), state, x, batch)
 
     def _whole_step(
-        self, graphs: Any, states: Any, pools: list[jax.Array], batch: BatchArrays, sampling: SamplingArrays
-    ) -> tuple[SampleOutput, list[jax.Array]]:
+        self, graphs: Any, states: Any, pools: list[jax.Array], batch: BatchArrays
+    ) -> tuple[jax.Array, list[jax.Array]]:
         x = self._embed_step(graphs[0], states[0], batch)
         written = []
         for graph, state, kv in zip(graphs[1:-1], states[1:-1], pools, strict=True):
             x, kv = self._layer_step(graph, state, x, kv, batch)
             written.append(kv)
-        return self._head_step(graphs[-1], states[-1], x, batch, sampling), written
+        return self._head_step(graphs[-1], states[-1], x, batch), written

@@ -1,8 +1,10 @@
 """Executes step plans: the only part that touches the device."""
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import jax
@@ -24,9 +26,12 @@ from host_cache.transfer import (
 from pensieve_jax.core.plans import SampleRequest, StepPlan, StepResult, StepStart
 from pensieve_jax.core.types import SampledToken
 from pensieve_jax.models.interface import ServableModel
-from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, bucket, pack
+from pensieve_jax.worker.batch import BatchArrays, BatchShapes, PreviousSamples, blank, pack, padded
 from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
-from pensieve_jax.worker.sampling import SampleOutput, sampling_arrays, to_sampled_tokens
+from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, sampling_arrays, to_sampled_tokens
+
+COPIED_AT_ONCE = 64
+"""Pages that are gathered at once for the host: on their way they take device memory a second time."""
 
 type Execution = Literal["auto", "layered", "resident"]
 """How a step without swap-ins runs: layer by layer, in one call, or the better for the platform: one call on
@@ -108,8 +113,9 @@ class Worker:
         """
         if plan.swap_outs:
             assert self._mover is not None, "swap-outs need a host tier"
-            staged = self._runner.gather(self._pad_pages([copy.device_page for copy in plan.swap_outs]))
-            self._mover.swap_out(plan.swap_outs, staged)
+            for copies in itertools.batched(plan.swap_outs, COPIED_AT_ONCE):
+                staged = self._runner.gather(self._pad_pages([copy.device_page for copy in copies]))
+                self._mover.swap_out(copies, staged)
         refused = self._mover.refused(plan.swap_ins) if self._mover else ()
         try:
             if refused:  # no row can run; what can be loaded is there for the next step
@@ -160,15 +166,71 @@ class Worker:
         if pages:
             self._runner.fill(self._pad_pages(pages), float("nan"))
 
-    def _compute(self, plan: StepPlan) -> PendingStep:
-        batch, samples = pack(plan.rows, self._shapes, self._previous)
-        sampling = sampling_arrays(
-            [request for _, request in samples],
+    def compile(
+        self,
+        choices: Sequence[SampleRequest],
+        *,
+        max_turns: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Run every padded shape once, so that no step waits for the compiler. Changes nothing.
+
+        Args:
+            choices: ways of choosing tokens.
+            max_turns: turns that run at once at most; None: as many as a step has rows.
+            progress: called with (shapes done, shapes in all).
+
+        Raises:
+            Exception: whatever the device raised; `reset` has to be called then.
+        """
+        shapes = self._shapes
+        last = padded(min(max_turns or shapes.max_rows, shapes.max_rows), shapes.decode_sizes)
+        jobs: list[Callable[[], None]] = []
+        if not shapes.batch_invariant:
+            decode = [size for size in shapes.decode_sizes if size <= last]
+            jobs += [partial(self._compile_batch, size, choices, decode=True) for size in decode]
+        for size in shapes.prefill_sizes:  # as many tokens are chosen, whatever the size
+            ways = choices if size == shapes.prefill_sizes[0] else choices[:1]
+            jobs.append(partial(self._compile_batch, size, ways, decode=False))
+        if self._mover is not None:
+            jobs += [partial(self._compile_copies, size) for size in shapes.page_sizes]
+        for done, job in enumerate(jobs):
+            if progress is not None:
+                progress(done, len(jobs))
+            job()
+        if progress is not None:
+            progress(len(jobs), len(jobs))
+
+    def _compile_batch(self, num_tokens: int, choices: Sequence[SampleRequest], *, decode: bool) -> None:
+        batch = blank(num_tokens, self._shapes, self._previous, decode=decode)
+        nowhere = self._pad_pages(())
+        for choice in choices:
+            sampling = self._sampling(batch, [choice])
+            if not self._layered:
+                self._runner.run_resident(batch, sampling)
+            if self._layered or self._mover is not None:
+                self._runner.run_layered(batch, sampling, None, nowhere)
+
+    def _compile_copies(self, num_pages: int) -> None:
+        nowhere = np.full(num_pages, self._shapes.num_pages, np.int32)
+        if num_pages <= COPIED_AT_ONCE:
+            self._runner.gather(nowhere)
+        assert self._mover is not None
+        staged = self._mover.stage_in(0, np.zeros(0, np.int64), num_pages)
+        self._runner.scatter(0, staged, nowhere)
+
+    def _sampling(self, batch: BatchArrays, requests: Sequence[SampleRequest]) -> SamplingArrays:
+        return sampling_arrays(
+            requests,
             padded_rows=len(batch.sample_tokens),
             vocab_size=self._runner.spec.vocab_size,
             sources=np.asarray(batch.sources)[batch.sample_tokens],
             previous=self._previous.token_ids,
         )
+
+    def _compute(self, plan: StepPlan) -> PendingStep:
+        batch, samples = pack(plan.rows, self._shapes, self._previous)
+        sampling = self._sampling(batch, [request for _, request in samples])
         wait_s = 0.0
         if plan.swap_ins or self._layered:
             host_pages = np.array([copy.host_page for copy in plan.swap_ins], np.int64)
@@ -208,10 +270,10 @@ class Worker:
         self._runner.load(lambda layer: mover.stage_in(layer, host_pages, len(pages)), pages)
 
     def _pad_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """i32[power of two]: the pages, then the pool's size, which means nowhere."""
-        padded = np.full(bucket(len(pages)), self._shapes.num_pages, np.int32)
-        padded[: len(pages)] = pages
-        return padded
+        """i32[one of `page_sizes`]: the pages, then the pool's size, which means nowhere."""
+        array = np.full(padded(len(pages), self._shapes.page_sizes), self._shapes.num_pages, np.int32)
+        array[: len(pages)] = pages
+        return array
 
 
 def build_worker(
