@@ -46,13 +46,14 @@ class Conversation:
         Raises:
             PensieveError: see `Engine.submit`; nothing has changed then.
         """
-        turn = self._engine.submit(self.id, given, params)
         if stream:
-            return turn
+            return self._engine.submit(self.id, given, params)
+        turn = Turn(self._engine, self.id)
         try:
+            self._engine.begin(turn, given, params)
             return turn.result()
         finally:
-            turn.cancel()  # of a caller that was interrupted while he waited
+            turn.cancel()  # of a caller who was interrupted, wherever that was
 
     async def asend(self, given: TurnInput, params: SamplingParams | None = None) -> TurnResult:
         """As `send`, for asyncio. A cancelled task cancels the turn."""

@@ -1,10 +1,10 @@
 """The engine: everything a caller can ask for, from any thread."""
 
+import asyncio
 import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -302,8 +302,13 @@ class Engine:
             InvalidArgumentError: the input or a parameter is not acceptable.
         """
         turn = Turn(self, conversation_id)
-        with self._cancel_if_interrupted(turn):
-            self._thread.call(partial(self._begin, turn, given, params))
+        try:
+            self.begin(turn, given, params)
+        except Exception:
+            raise
+        except BaseException:  # the caller is interrupted and never gets the turn
+            self.cancel_soon(turn)
+            raise
         return turn
 
     async def asubmit(
@@ -311,22 +316,16 @@ class Engine:
     ) -> Turn:
         """As `submit`, for asyncio: the event loop doesn't wait for the step that is under way."""
         turn = Turn(self, conversation_id)
-        with self._cancel_if_interrupted(turn):
-            await self._thread.acall(partial(self._begin, turn, given, params))
-        return turn
-
-    @contextmanager
-    def _cancel_if_interrupted(self, turn: Turn) -> Iterator[None]:
-        """A turn that its caller never gets must not run on."""
         try:
-            yield
-        except Exception:
-            raise
-        except BaseException:
+            await self._thread.acall(partial(self.begin, turn, given, params))
+        except asyncio.CancelledError:
             self.cancel_soon(turn)
             raise
+        return turn
 
-    def _begin(self, turn: Turn, given: TurnInput, params: SamplingParams | None) -> None:
+    @between_steps
+    def begin(self, turn: Turn, given: TurnInput, params: SamplingParams | None) -> None:
+        """As `submit`, for a caller who has the turn already and can cancel it, however far this comes."""
         self._check_open()
         state = self._conversations.get(turn.conversation_id)
         if not state.busy:

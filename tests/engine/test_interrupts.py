@@ -1,6 +1,8 @@
 """Ctrl-C may come between any two instructions of a caller: the engine goes on, without his turn."""
 
 import asyncio
+import random
+import signal
 import sys
 import threading
 import time
@@ -44,14 +46,22 @@ def engine():
         yield engine
 
 
-@pytest.mark.parametrize("way", ["send", "stream", "read"])
-def test_interrupt_between_two_instructions(engine, way):
+@pytest.fixture(scope="module")
+def foreground():
+    with small_engine() as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("way", ["send", "stream", "read", "foreground"])
+def test_interrupt_between_two_instructions(engine, foreground, way):
     """Every fifth instruction of a caller's whole path; then another caller is served."""
+    engine = foreground if way == "foreground" else engine
     chat, other = Chat(engine), Chat(engine)
     chat.turn(ids(20))
     calls = {
         "send": lambda: chat.conversation.send([1, 2], SamplingParams(max_tokens=2)),
         "stream": lambda: list(chat.conversation.send([1, 2], SamplingParams(max_tokens=2), stream=True)),
+        "foreground": lambda: chat.conversation.send([1, 2], SamplingParams(max_tokens=2)),
         "read": lambda: (chat.conversation.num_turns, chat.conversation.token_ids, engine.counters),
     }
     for number in range(1, 100_000, 5):
@@ -61,12 +71,48 @@ def test_interrupt_between_two_instructions(engine, way):
             break
         except KeyboardInterrupt:
             pass
+        while way == "stream" and engine._turns.has_turns:
+            time.sleep(0.001)  # a turn that its caller dropped before he began to read it runs on
+        chat.conversation.rewind(num_turns=1)  # refused while a turn of it runs
         other.turn([3], 1)
         if len(other.tokens) > 250:
             other.conversation.rewind(num_turns=0)
             other.tokens = []
     assert number > 100, "the path has more instructions than that"
     assert engine._turns.has_work is False
+
+
+def test_interrupts_at_any_time(engine):
+    """Also while a caller sleeps until the engine has news."""
+    chat, main = Chat(engine), threading.main_thread()
+    if threading.current_thread() is not main:
+        pytest.skip("signals come to the main thread alone")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def later(seconds):
+        time.sleep(seconds)
+        signal.pthread_kill(main.ident, signal.SIGUSR1)
+
+    def talk_until(function, seconds):
+        threading.Thread(target=function, args=(seconds,)).start()
+        while True:
+            chat.conversation.send([1, 2], SamplingParams(max_tokens=30))
+            chat.conversation.rewind(num_turns=0)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    delays = random.Random(0)
+    try:
+        for _ in range(30):
+            with pytest.raises(KeyboardInterrupt):
+                talk_until(later, delays.uniform(0, 0.02))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    turns = chat.conversation.num_turns
+    assert not engine._turns.has_turns, "nobody decodes for a caller who is gone"
+    chat.conversation.send([3], SamplingParams(max_tokens=2))
+    assert chat.conversation.num_turns == turns + 1
 
 
 def test_interrupted_turn_is_cancelled(engine, monkeypatch):

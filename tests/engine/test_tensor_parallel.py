@@ -88,6 +88,34 @@ def test_same_tokens_as_on_one_device(model, one_device, num_shards, execution):
     assert conversation(model, num_shards, execution)[0] == one_device
 
 
+def test_warm_up_and_checksums_of_shards():
+    model = random_model(MODELS["llama"])
+    with Engine(model, config=config(device_pages=8), num_shards=2) as engine:
+        outputs = []
+        for warm in (False, True):
+            conversation = engine.conversation()
+            conversation.send(ids(70), SamplingParams(max_tokens=4))
+            evict(engine, 8 * 32)
+            if warm:
+                assert conversation.warm() == 3
+                assert engine.step()
+            result = conversation.send([7, 8], SamplingParams(max_tokens=8))
+            receipt = result.receipt
+            expected = (73, 0) if warm else (0, 73)
+            assert (receipt.tokens_from_device, receipt.tokens_from_host) == expected
+            outputs.append(result.token_ids)
+        assert outputs[0] == outputs[1]
+        assert engine.checks.pages_verified == 6
+        damaged = engine.conversation()
+        damaged.send(ids(70), SamplingParams(max_tokens=4))
+        evict(engine, 8 * 32)
+        for shards in engine._turns.parts.worker._mover.pool.layers:
+            shards[1][...] += 1  # the second shard alone
+        receipt = damaged.send([7, 8], SamplingParams(max_tokens=8)).receipt
+        assert receipt.tokens_recomputed == 73
+        assert engine.checks.pages_damaged == 3
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "text"), [(4, 2, "num_kv_heads=2"), (6, 6, "num_heads=6")])
 def test_heads_that_do_not_divide(heads, kv_heads, text):
     settings = {
