@@ -87,6 +87,9 @@ class EngineConfig:
     profile_path: Path | None = None
     """What recomputing a chunk costs: a file of `pensieve profile` for this model and device. None: an
     estimate from the model's dimensions."""
+    load_or_recompute: bool = False
+    """Neither copy a chunk to the host nor load it from there if the profile says that recomputing it is
+    faster than loading. False: always copy and load, as the paper does. True needs a profile."""
     seed: int = 0
     """Draws the seeds of turns that come without one."""
     background: bool = True
@@ -104,6 +107,9 @@ class EngineConfig:
         _check(self.on_busy in ("wait", "refuse"), "on_busy", self.on_busy, "'wait' or 'refuse'")
         ways = ("auto", "layered", "resident")
         _check(self.execution in ways, "execution", self.execution, " or ".join(map(repr, ways)))
+        wanted = "False without a profile_path"
+        ok = self.profile_path is not None or not self.load_or_recompute
+        _check(ok, "load_or_recompute", self.load_or_recompute, wanted)
         limit = self.max_context_tokens
         _check(limit is None or _at_least(limit, 2), "max_context_tokens", limit, "None or an integer >= 2")
         _check(0 <= self.recompute_share <= 1, "recompute_share", self.recompute_share, "a share in [0, 1]")

@@ -5,9 +5,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from host_cache.config import CHUNK_TOKENS
 from pallas_kernels.multi_token_attention.api import IMPLEMENTATIONS, runs_here
-from pensieve_jax.config import EngineConfig, TierConfig
-from pensieve_jax.engine.build import DEVICE_MEMORY_SHARE, recompute_cost, tier_sizes
+from pensieve_jax.config import TierConfig
+from pensieve_jax.engine.build import DEVICE_MEMORY_SHARE, fitting_profile, recompute_cost, tier_sizes
 from pensieve_jax.models import describe_checkpoint
 from pensieve_jax.versions import package_version
 
@@ -41,7 +42,10 @@ def checkpoint_facts(path: Path, profile: Path | None = None) -> dict[str, str]:
     described = describe_checkpoint(path)
     spec, device = described.spec, jax.local_devices()[0]
     cost = recompute_cost(
-        described.shape, device.device_kind, spec.max_context_tokens, EngineConfig(profile_path=profile)
+        fitting_profile(profile, described.shape, device.device_kind),
+        described.shape,
+        page_tokens=CHUNK_TOKENS,
+        max_context_tokens=spec.max_context_tokens,
     )
     tiers = tier_sizes(spec, TierConfig(), device, 1)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * np.dtype(spec.dtype).itemsize

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from host_cache.policies import EvictionPolicy, make_policy
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.model_shape import ModelShape
-from pensieve_jax.core.profile import read_profile
+from pensieve_jax.core.profile import StepProfile, read_profile
 from pensieve_jax.engine.inputs import InputEncoder
 from pensieve_jax.models import checkpoint_fingerprint, load_model, load_tokenizer
 from pensieve_jax.models.end_tokens import end_token_ids
@@ -58,6 +58,8 @@ class EngineParts:
 
     cache_config: CacheConfig
     policy: EvictionPolicy
+    cost: RecomputeCost
+    """Of recomputing a chunk."""
     encoder: InputEncoder
     worker: Worker
     run_ahead: bool
@@ -103,8 +105,13 @@ def build_parts(
     mesh = make_mesh(num_shards)
     spec = model.spec
     shape, device = shape_of(model, num_shards), mesh.devices.flat[0].device_kind
-    cost = recompute_cost(shape, device, spec.max_context_tokens, config)
+    profile = fitting_profile(config.profile_path, shape, device)
     cache_config = tier_sizes(spec, config.tiers, mesh.devices.flat[0], num_shards)
+    page_tokens = cache_config.page_tokens
+    cost = recompute_cost(profile, shape, page_tokens=page_tokens, max_context_tokens=spec.max_context_tokens)
+    if config.load_or_recompute and profile is not None:
+        load_s = page_tokens * shape.kv_bytes_per_token / profile.load_bytes_per_s
+        cache_config = replace(cache_config, load_s_per_page=load_s)
     max_context = min(config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens)
     shapes = BatchShapes(
         num_pages=cache_config.device_pages,
@@ -133,43 +140,56 @@ def build_parts(
     return EngineParts(
         cache_config=cache_config,
         policy=make_policy(config.tiers.policy, cost),
+        cost=cost,
         encoder=InputEncoder(tokenizer, spec.vocab_size),
         worker=worker,
         run_ahead=mesh.devices.flat[0].platform != "cpu" if config.run_ahead is None else config.run_ahead,
     )
 
 
+def fitting_profile(path: Path | None, shape: ModelShape, device: str) -> StepProfile | None:
+    """The profile of a file, for a model on a device.
+
+    Args:
+        path: a file of `pensieve profile`; None: there is none.
+        shape: of the model that is served.
+        device: JAX's name of the kind of device.
+
+    Raises:
+        InvalidArgumentError: it can't be read, or was measured for another model or device.
+    """
+    if path is None:
+        return None
+    try:
+        profile = read_profile(path)
+    except OSError as error:
+        raise InvalidArgumentError(f"profile_path: {error}") from error
+    profile.check_fits(shape, device)
+    return profile
+
+
 def recompute_cost(
-    shape: ModelShape, device: str, max_context_tokens: int, config: EngineConfig
+    profile: StepProfile | None, shape: ModelShape, *, page_tokens: int, max_context_tokens: int
 ) -> RecomputeCost:
     """What recomputing a chunk costs: as profiled, or else estimated from the model's dimensions.
 
     Args:
+        profile: of this model and device; None: estimate.
         shape: of the model that is served.
-        device: JAX's name of the kind of device.
+        page_tokens: tokens of a chunk.
         max_context_tokens: the model's limit.
-        config: names the profile, if there is one.
-
-    Raises:
-        InvalidArgumentError: the profile can't be read, or was measured for another model or device.
     """
-    page_tokens = config.tiers.page_tokens
-    if config.profile_path is None:
-        return analytic_cost(
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            head_dim=shape.head_dim,
-            num_parameters=shape.num_parameters,
-            chunk_tokens=page_tokens,
-            max_context_tokens=max_context_tokens,
-            flops_per_s=NOMINAL_FLOPS_PER_S,
-        )
-    try:
-        profile = read_profile(config.profile_path)
-    except OSError as error:
-        raise InvalidArgumentError(f"profile_path: {error}") from error
-    profile.check_fits(shape, device)
-    return profile.recompute_cost(page_tokens)
+    if profile is not None:
+        return profile.recompute_cost(page_tokens)
+    return analytic_cost(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        num_parameters=shape.num_parameters,
+        chunk_tokens=page_tokens,
+        max_context_tokens=max_context_tokens,
+        flops_per_s=NOMINAL_FLOPS_PER_S,
+    )
 
 
 def tier_sizes(spec: ModelSpec, tiers: TierConfig, device: Any, num_shards: int) -> CacheConfig:

@@ -272,7 +272,7 @@ class TurnLoop:
     def _start_cache(self) -> None:
         parts = self.parts
         self._under_way.clear()
-        self.cache = CacheManager(parts.cache_config, parts.policy)
+        self.cache = CacheManager(parts.cache_config, parts.policy, parts.cost)
         self.scheduler = Scheduler(self.cache, self._config.scheduler)
 
     def _dispatch(self, plan: StepPlan) -> None:
