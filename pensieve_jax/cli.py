@@ -45,13 +45,6 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
-class PolicyName(StrEnum):
-    """Who leaves a full tier first."""
-
-    RETENTION_VALUE = "retention-value"
-    LRU = "lru"
-
-
 def _command(function: Callable[..., None]) -> Callable[..., None]:
     """Shows errors as one line, with the exit statuses above; `debug` shows where they come from."""
 
@@ -199,7 +192,9 @@ def chat(
     ] = None,
     device_pages: DevicePages = None,
     host_pages: HostPages = None,
-    policy: Annotated[PolicyName, typer.Option(help="Who leaves first.")] = PolicyName.RETENTION_VALUE,
+    policy: Annotated[
+        str, typer.Option(help="Who leaves first: a policy's name, or module:attribute.")
+    ] = "retention-value",
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of weights and KV.", show_default="the checkpoint's")
     ] = None,
@@ -216,7 +211,7 @@ def chat(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
     )
     config = EngineConfig(
-        tiers=TierConfig(device_pages=device_pages, host_pages=host_pages, policy=policy.value),
+        tiers=TierConfig(device_pages=device_pages, host_pages=host_pages, policy=policy),
         scheduler=SchedulerConfig(max_rows=CHAT_ROWS),
         max_context_tokens=max_context,
         log_path=log,
