@@ -321,7 +321,7 @@ def main() -> None:
     report = Report(Path(args.out), "python -m benchmarks.kernels.attention " + " ".join(sys.argv[1:]))
     names = [name for name in SHAPES if any(word in name for word in args.only.split(","))]
     start = time.perf_counter()
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(15) as pool:
         compiled = {
             name: [
                 pool.submit(Kernel, shape, seed)
