@@ -187,7 +187,9 @@ def _attention_call(
     out, part_out, part_lse = kernel(*inputs)
     if shape.interpret is None:
         return out
-    return jnp.asarray(merge_interpreted(shape, np.asarray(schedule.items), *map(np.array, (out, part_out, part_lse))))
+    return jnp.asarray(
+        merge_interpreted(shape, np.asarray(schedule.items), *map(np.array, (out, part_out, part_lse)))
+    )
 
 
 def _swizzled(dtype: Any) -> tuple[Any, ...]:
@@ -214,6 +216,10 @@ def _attention_kernel(
     **scratch: Any,
 ) -> None:
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+    if shape.interpret is None:
+        # The next launch may be set up while this one ends; nothing is read before the one before is done.
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
     first, narrow, rest, last = (runs[cta, i] for i in range(4))
 
     @pl.when(warpgroup == 2)
@@ -368,9 +374,7 @@ class _Producer:
                         ring.at[slot, pl.ds(i * self.shape.page_size, self.shape.page_size)],
                         loaded.at[slot],
                     )
-            pl.when(block == item.begin)(
-                lambda: self.load_queries(item, not_first, after_narrow)
-            )
+            pl.when(block == item.begin)(lambda: self.load_queries(item, not_first, after_narrow))
             return filled + 2, following, second_following
 
         start = (filled, pages_of(item.begin), pages_of(item.begin + 1))
@@ -391,7 +395,12 @@ class _Consumer:
     """One of the two warpgroups that compute."""
 
     def __init__(
-        self, shape: KernelShape, index: jax.Array, first: jax.Array, outputs: Outputs, scratch: dict[str, Any]
+        self,
+        shape: KernelShape,
+        index: jax.Array,
+        first: jax.Array,
+        outputs: Outputs,
+        scratch: dict[str, Any],
     ) -> None:
         self.shape, self.index, self.first, self.scratch = shape, index, first, scratch
         self.outputs = outputs
@@ -541,7 +550,9 @@ class _Consumer:
         as long as a block while the memory is busy.
         """
         filled, parts_end = lax.fori_loop(begin, end, self.narrow, (filled, begin))
-        pl.when(self.index == 1)(lambda: self.outputs.count_parts(begin, parts_end, self.scratch["item_ring"].at[NUM_ITEMS, 0]))
+        pl.when(self.index == 1)(
+            lambda: self.outputs.count_parts(begin, parts_end, self.scratch["item_ring"].at[NUM_ITEMS, 0])
+        )
         return filled
 
     def narrow(self, i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -90,7 +90,9 @@ class Outputs:
         def _whole() -> None:
             @pl.loop(0, item.stop)
             def _store(i: jax.Array) -> None:
-                row = i * shape.stride + lax.rem((item.token + i) * self.out.shape[1] + item.head, jnp.int32(ALIGN))
+                row = i * shape.stride + lax.rem(
+                    (item.token + i) * self.out.shape[1] + item.head, jnp.int32(ALIGN)
+                )
                 lines = lax.dynamic_slice_in_dim(output, row, shape.group)
                 self.out[item.token + i, pl.ds(item.head, shape.group)] = lines.astype(shape.dtype)
 
@@ -139,7 +141,9 @@ def merge_interpreted(
 ) -> np.ndarray:
     """`out` with the merges done, which the interpreter can't: it has no counters."""
     column = {name: i for i, name in enumerate(ITEM_FIELDS)}
-    firsts = (items[:, column["kind"]] == PARTIAL) & (items[:, column["part"]] == items[:, column["first_part"]])
+    firsts = (items[:, column["kind"]] == PARTIAL) & (
+        items[:, column["part"]] == items[:, column["first_part"]]
+    )
     for item in items[firsts]:
         token, head, stop, first, count = (
             item[column[name]] for name in ("token", "head", "stop", "first_part", "parts")

@@ -125,9 +125,7 @@ def test_shares_are_equal(lens):
 def test_shapes_depend_on_the_maxima_alone():
     a = make([(1, 3000)] * 9, heads=32, kv_heads=8)
     b = make([(1, 7)] * 9, heads=32, kv_heads=8)
-    assert [x.shape for x in (a.items, a.arrived, a.runs)] == [
-        x.shape for x in (b.items, b.arrived, b.runs)
-    ]
+    assert [x.shape for x in (a.items, a.arrived, a.runs)] == [x.shape for x in (b.items, b.arrived, b.runs)]
 
 
 def test_batch_invariant_cuts_depend_on_the_row_alone():
