@@ -1,11 +1,11 @@
 """Multi-token paged attention for Hopper GPUs, in Pallas Mosaic GPU.
 
-A persistent grid walks over the items of a `Schedule`. In every CTA a producer warpgroup copies items, queries
-and pages of KV into shared memory with the bulk copy engine, through a ring of slots that runs on across
-items, and two consumer warpgroups compute. In a wide item each consumer has 64 query tokens under its own head
-and both use every block of keys; each weighs the values of one block under the softmax of the next, across
-items too. In a narrow item both have the same few rows and take every other block. Of an item that the
-schedule cut, the CTA that is done last merges the parts.
+A persistent grid walks over the items of a `Schedule`. In every CTA a producer warpgroup copies items,
+queries and pages of KV into shared memory with the bulk copy engine, through a ring of slots that runs on
+across items, and two consumer warpgroups compute. In a wide item each consumer has 64 query tokens under its
+own head and both use every block of keys; each weighs the values of one block under the softmax of the next,
+across items too. In a narrow item both have the same few rows and take every other block. Of an item that
+the schedule cut, the CTA that is done last merges the parts.
 """
 
 from collections.abc import Callable
@@ -422,7 +422,7 @@ class _Consumer:
             position = item.position + (_part_of(self.shape, item, self.index)[0] - item.token)
             step = partial(self.step, item, filled, queries, position)
             plgpu.barrier_wait(_one(self.scratch, "wide_queries", self.index))
-            # The first of a run has no values to weigh: its keys stand in for them, and nobody sees the result.
+            # The first of a run has no values to weigh: its keys stand in, and nobody sees the result.
             has_before = i > begin
             values = jnp.where(has_before, filled - 1, filled)
             fresh = _start(self.shape.head_dim)
@@ -653,7 +653,7 @@ class _Consumer:
         values = self.slot(slot)
         if self.shape.interpret is not None:
             return output + self.interpreted_product(weights, values[...])
-        product = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))
+        product: Any = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))
         return product(plgpu.WGMMAAccumulatorRef.init(output))
 
     def products(
@@ -682,7 +682,7 @@ class _Consumer:
         return pl.run_scoped(
             product,
             plgpu.WGMMAAccumulatorRef((TILE_Q, BLOCK_KV), jnp.float32),
-            plgpu.WGMMAAccumulatorRef(output.shape, jnp.float32),
+            plgpu.WGMMAAccumulatorRef((TILE_Q, self.shape.head_dim), jnp.float32),
         )
 
     def interpreted_product(self, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 FLAT_VECTOR = 4
@@ -22,7 +22,7 @@ def flat_layout(size: int) -> Any:
 
 
 def store_rows(
-    to: Any, values: jax.Array, line_of: Callable[..., tuple[ir.Value, ir.Value]], *scalars: jax.Array
+    to: Any, values: jax.Array, line_of: Callable[..., tuple[Any, Any]], *scalars: jax.Array
 ) -> None:
     """Store rows of a [rows, columns] array in the layout of products, straight from registers.
 
@@ -35,51 +35,48 @@ def store_rows(
         scalars: int32 numbers for `line_of`.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, *[SCALAR] * len(scalars)))
-    def store(_: Any, to: ir.Value, values: Any, *scalars: Any) -> None:
+    def store(_: Any, to: Any, values: Any, *scalars: Any) -> None:
         layout, columns = values.layout, values.shape[1]
         tile_strides = layout.tiling.tile_strides(tuple(mgpu_utils.get_contiguous_strides(values.shape)))
-        strides = [_i32(s) for s in tile_strides[-layout.tiled_tiling_rank :]]
+        strides = [i32(s) for s in tile_strides[-layout.tiled_tiling_rank :]]
         own = arith.addi(
             mgpu_utils.dyn_dot(layout.warp_indices(), strides),
             mgpu_utils.dyn_dot(layout.lane_indices(), strides),
         )
-        row, column = arith.divui(own, _i32(columns)), arith.remui(own, _i32(columns))
+        row, column = arith.divui(own, i32(columns)), arith.remui(own, i32(columns))
         numbers = [s.registers.item() for s in scalars]
-        lines: dict[int, tuple[ir.Value, ir.Value]] = {}
+        lines: dict[int, tuple[Any, Any]] = {}
         for place in np.ndindex(values.registers.shape):
             further = sum(i * s for i, s in zip(place, tile_strides, strict=True))
             down, right = divmod(further, columns)
             if down not in lines:
-                lines[down] = line_of(arith.addi(row, _i32(down)), *numbers)
+                lines[down] = line_of(arith.addi(row, i32(down)), *numbers)
             line, stored = lines[down]
-            _store(to, line, columns, arith.addi(column, _i32(right)), values.registers[place], stored)
+            _store(to, line, columns, arith.addi(column, i32(right)), values.registers[place], stored)
 
-    store(to, values, *scalars)
+    _inline(store, (plgpu.RefType(), plgpu.Layout.WGMMA, *[SCALAR] * len(scalars)), to, values, *scalars)
 
 
 def store_flat(
     to: Any,
     values: jax.Array,
     columns: int,
-    line_of: Callable[..., tuple[ir.Value, ir.Value]],
+    line_of: Callable[..., tuple[Any, Any]],
     *scalars: jax.Array,
 ) -> None:
     """As `store_rows`, of a flat array of rows of that many columns."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), flat_layout(values.shape[0]), *[SCALAR] * len(scalars)),
-    )
-    def store(_: Any, to: ir.Value, values: Any, *scalars: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
+    def store(_: Any, to: Any, values: Any, *scalars: Any) -> None:
+        index_type = ir.IntegerType.get_signless(32)
         numbers = [s.registers.item() for s in scalars]
         for place, number in zip(_flat(values.registers), values.layout.linear_thread_idxs(), strict=True):
-            number = arith.index_castui(i32, number)
-            row, column = arith.divui(number, _i32(columns)), arith.remui(number, _i32(columns))
+            number = arith.index_castui(index_type, number)
+            row, column = arith.divui(number, i32(columns)), arith.remui(number, i32(columns))
             line, stored = line_of(row, *numbers)
             _store(to, line, columns, column, place, stored)
 
-    store(to, values, *scalars)
+    layout = flat_layout(values.shape[0])
+    _inline(store, (plgpu.RefType(), layout, *[SCALAR] * len(scalars)), to, values, *scalars)
 
 
 def clear_rows(of: Any, transforms: tuple[Any, ...], first: jax.Array) -> None:
@@ -92,9 +89,8 @@ def clear_rows(of: Any, transforms: tuple[Any, ...], first: jax.Array) -> None:
     """
     rows, columns = of.shape
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), SCALAR))
-    def clear(_: Any, of: ir.Value, first: Any) -> None:
-        thread = arith.remui(mgpu_utils.thread_idx(), _i32(128))
+    def clear(_: Any, of: Any, first: Any) -> None:
+        thread = arith.remui(mgpu_utils.thread_idx(), i32(128))
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
             [mgpu_utils.memref_ptr(of), first.registers.item(), thread],
@@ -121,7 +117,7 @@ def clear_rows(of: Any, transforms: tuple[Any, ...], first: jax.Array) -> None:
         )
         mgpu_utils.commit_shared()
 
-    clear(of, first)
+    _inline(clear, (plgpu.RefType(transforms), SCALAR), of, first)
 
 
 def arrivals_before(arrived: Any, note: Any, count: jax.Array) -> jax.Array:
@@ -135,15 +131,10 @@ def arrivals_before(arrived: Any, note: Any, count: jax.Array) -> jax.Array:
         count: CTAs that arrive in all.
     """
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
-    )
-    def arrive(_: Any, arrived: ir.Value, note: ir.Value, count: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
+    def arrive(_: Any, arrived: Any, note: Any, count: Any) -> Any:
         mgpu_utils.warpgroup_barrier()
         one = mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
-        last = arith.subi(count.registers.item(), _i32(1))
+        last = arith.subi(count.registers.item(), i32(1))
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
             [mgpu_utils.memref_ptr(arrived), mgpu_utils.memref_ptr(note), last, one],
@@ -154,7 +145,7 @@ def arrivals_before(arrived: Any, note: Any, count: jax.Array) -> jax.Array:
         )
         mgpu_utils.warpgroup_barrier()
         before = llvm.inline_asm(
-            i32,
+            ir.IntegerType.get_signless(32),
             [mgpu_utils.memref_ptr(note)],
             "ld.shared.u32 $0, [$1];",
             "=r,r,~{memory}",
@@ -162,20 +153,27 @@ def arrivals_before(arrived: Any, note: Any, count: jax.Array) -> jax.Array:
         )
         return type(count).splat(before, (), is_signed=True)
 
-    return arrive(arrived, note, count)
+    types = (plgpu.RefType(), plgpu.RefType(), SCALAR)
+    returned = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+    return _inline(arrive, types, arrived, note, count, return_type=returned)
 
 
-def _i32(value: int) -> ir.Value:
+def i32(value: int) -> Any:
+    """A constant as an MLIR value."""
     return mgpu_utils.c(int(value), ir.IntegerType.get_signless(32))
 
 
-def _flat(registers: Any) -> Iterator[ir.Value]:
+def _inline(body: Callable[..., Any], types: tuple[Any, ...], *operands: Any, return_type: Any = None) -> Any:
+    """What `body` emits from MLIR values, for operands of these types."""
+    emit: Any = plgpu.inline_mgpu(arg_types=types, return_type=return_type)(body)
+    return emit(*operands)
+
+
+def _flat(registers: Any) -> Iterator[Any]:
     return iter(registers.flat)
 
 
-def _store(
-    to: ir.Value, line: ir.Value, columns: int, column: ir.Value, value: ir.Value, stored: ir.Value
-) -> None:
+def _store(to: Any, line: Any, columns: int, column: Any, value: Any, stored: Any) -> None:
     """The numbers of one register at a line and column of global memory, if `stored`."""
     i64 = ir.IntegerType.get_signless(64)
     kind = ir.MemRefType(to.type).element_type
@@ -187,12 +185,12 @@ def _store(
     address = arith.addi(start, arith.muli(number, mgpu_utils.c(width, i64)))
     count = ir.VectorType(value.type).shape[0] if isinstance(value.type, ir.VectorType) else 1
     words = count * width // 4
-    i32 = ir.IntegerType.get_signless(32)
+    word = ir.IntegerType.get_signless(32)
     if words == 1:
-        parts = [llvm.bitcast(i32, value)]
+        parts = [llvm.bitcast(word, value)]
     else:
-        whole = llvm.bitcast(ir.VectorType.get((words,), i32), value)
-        parts = [llvm.extractelement(whole, _i32(i)) for i in range(words)]
+        whole = llvm.bitcast(ir.VectorType.get((words,), word), value)
+        parts = [llvm.extractelement(whole, i32(i)) for i in range(words)]
     vector = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[words]
     names = ", ".join(f"${i + 2}" for i in range(words))
     llvm.inline_asm(

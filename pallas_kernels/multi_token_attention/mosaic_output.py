@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.multi_token_attention.mosaic_common import NEVER, KernelShape
 from pallas_kernels.multi_token_attention.mosaic_device import (
     arrivals_before,
     flat_layout,
+    i32,
     store_flat,
     store_rows,
 )
@@ -44,7 +44,7 @@ class Outputs:
         @pl.when(item.kind == PARTIAL)
         def _part() -> None:
             def line_of(row: Any, part: Any, rows: Any) -> tuple[Any, Any]:
-                line = arith.addi(arith.muli(part, _i32(TILE_Q)), row)
+                line = arith.addi(arith.muli(part, i32(TILE_Q)), row)
                 return line, arith.cmpi(arith.CmpIPredicate.slt, row, rows)
 
             rows = item.stop * shape.stride
@@ -54,8 +54,8 @@ class Outputs:
         @pl.when(item.kind != PARTIAL)
         def _whole() -> None:
             def line_of(row: Any, token: Any, stop: Any, head: Any) -> tuple[Any, Any]:
-                i = arith.divui(row, _i32(shape.stride))
-                line, stored = self.line_of(arith.remui(row, _i32(shape.stride)), arith.addi(token, i), head)
+                i = arith.divui(row, i32(shape.stride))
+                line, stored = self.line_of(arith.remui(row, i32(shape.stride)), arith.addi(token, i), head)
                 return line, arith.andi(stored, arith.cmpi(arith.CmpIPredicate.slt, i, stop))
 
             store_rows(self.out, output.astype(shape.dtype), line_of, item.token, item.stop, item.head)
@@ -96,11 +96,11 @@ class Outputs:
                 lines = lax.dynamic_slice_in_dim(output, row, shape.group)
                 self.out[item.token + i, pl.ds(item.head, shape.group)] = lines.astype(shape.dtype)
 
-    def line_of(self, row: ir.Value, token: ir.Value, head: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def line_of(self, row: Any, token: Any, head: Any) -> tuple[Any, Any]:
         """Line of the output for a row of a token's rows, which start aligned; whether it's of the group."""
-        first = arith.addi(arith.muli(token, _i32(self.out.shape[1])), head)
-        number = arith.subi(row, arith.remui(first, _i32(ALIGN)))
-        stored = arith.cmpi(arith.CmpIPredicate.ult, number, _i32(self.shape.group))
+        first = arith.addi(arith.muli(token, i32(self.out.shape[1])), head)
+        number = arith.subi(row, arith.remui(first, i32(ALIGN)))
+        stored = arith.cmpi(arith.CmpIPredicate.ult, number, i32(self.shape.group))
         return arith.addi(first, number), stored
 
     def merge(self, item: dict[str, jax.Array]) -> None:
@@ -156,7 +156,3 @@ def merge_interpreted(
             row = i * shape.stride + ((token + i) * out.shape[1] + head) % ALIGN
             out[token + i, head : head + shape.group] = merged[row : row + shape.group]
     return out
-
-
-def _i32(value: int) -> ir.Value:
-    return arith.constant(ir.IntegerType.get_signless(32), value)

@@ -54,12 +54,12 @@ ITEM_FIELDS = (
     "parts",
     "merge",
 )
-"""First columns of `Schedule.items`: kind (WIDE, NARROW or PARTIAL); row of the page table; KV head; first query
-head; first query token, of wide items a multiple of 8; tokens to skip, which belong to the row before; the
-end of the tokens, counted from the first; position of the first token in the row; first block of keys; first
-block that needs a mask; end of the blocks; keys of the row. Of PARTIAL items besides: place among the parts;
-the first part of the same tokens and heads and the number of them, side by side; their number among the
-merges."""
+"""First columns of `Schedule.items`: kind (WIDE, NARROW or PARTIAL); row of the page table; KV head; first
+query head; first query token, of wide items a multiple of 8; tokens to skip, which belong to the row before;
+the end of the tokens, counted from the first; position of the first token in the row; first block of keys;
+first block that needs a mask; end of the blocks; keys of the row. Of PARTIAL items besides: place among the
+parts; the first part of the same tokens and heads and the number of them, side by side; their number among
+the merges."""
 ITEM_WIDTH = 32
 """Columns of an item: 128 bytes, which the copy engine wants aligned."""
 WIDE, NARROW, PARTIAL = 0, 1, 2
@@ -75,7 +75,7 @@ class Schedule:
     """Items of one batch, by CTA. Only the numbers change from step to step, never the shapes."""
 
     runs: jax.Array | np.ndarray
-    """i32[num_ctas, 4]: where each CTA's wide items start, its narrow ones, its other wide ones, and the end."""
+    """i32[num_ctas, 4]: where each CTA's wide items start, its narrow ones, its other wide ones; the end."""
     items: jax.Array | np.ndarray
     """i32[max_items, ITEM_WIDTH]."""
     arrived: jax.Array | np.ndarray
@@ -132,10 +132,9 @@ def plan_schedule(
     wide_cta, loads = _deal(_column(wide, "end") - _column(wide, "begin") + ITEM_COST, num_ctas)
     narrow = _narrow_items(tiles[few], num_kv_heads, group)
     blocks = _column(narrow, "end")
-    if batch_invariant:
-        whole_cta = np.full(len(narrow), num_ctas)
-    else:
-        room = _level(loads, int(blocks.sum()))
+    room = _level(loads, int(blocks.sum()))
+    whole_cta = np.full(len(narrow), num_ctas)
+    if not batch_invariant:
         whole_cta, room = _waves(blocks, room)
     is_whole = whole_cta < num_ctas
     whole, rest = narrow[is_whole], narrow[~is_whole]

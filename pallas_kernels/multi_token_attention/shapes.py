@@ -71,7 +71,7 @@ PAPER = {
     for heads, kv_heads in ((40, 40), (40, 10))
     for past in (512, 1024, 2048, 4096)
 }
-"""As in the paper's figure 12: a batch of 32 requests, each with a few new tokens over a context of its own."""
+"""After the paper's figure 12: a batch of 32 requests, each with a few new tokens over its own context."""
 SHAPES = DECODE | PREFILL | MIXED
 """Name -> shape. The head counts are those of Llama-3-8B (32, 8), Llama-2-13B with 10 KV heads (40, 10) and
 OPT-13B (40, 40)."""

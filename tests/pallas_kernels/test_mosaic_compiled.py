@@ -33,6 +33,6 @@ def test_compiles_within_the_limits(half):
     assert [result["case"] for result in results] == cases
     for result in results:
         # Shared memory over the limit would have been refused.
-        assert len(result["spilled_bytes"]) == 2 and max(result["spilled_bytes"]) <= SPILLED_BYTES, result
+        assert len(result["spilled_bytes"]) == 1 and max(result["spilled_bytes"]) <= SPILLED_BYTES, result
         assert not result["serialized"], result
-        assert result["temp_bytes"] < 12e6, result
+        assert result["temp_bytes"] < 20e6, result  # the parts; every pool but the smallest is larger
