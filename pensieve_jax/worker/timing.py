@@ -43,6 +43,7 @@ class StepTimer:
         )
         self._shapes = shapes
         self._layered = layered
+        self._on_cpu = mesh.devices.flat[0].platform == "cpu"
 
     def step(self, rows: Sequence[Row]) -> Dispatch:
         """A step with these rows, its arrays on the device, to be dispatched any number of times."""
@@ -58,9 +59,14 @@ class StepTimer:
         )
         batch = jax.device_put(batch, everywhere)
         nowhere = np.full(1, self._shapes.num_pages, np.int32)
-        if self._layered:
-            return lambda: self._runner.run_layered(batch, sampling, None, nowhere)
-        return lambda: self._runner.run_resident(batch, sampling)
+
+        def dispatch() -> Any:
+            if self._layered:
+                return self._runner.run_layered(batch, sampling, None, nowhere)
+            return self._runner.run_resident(batch, sampling)
+
+        # Several CPU devices hang if more than one step is under way: each step's threads wait for others.
+        return (lambda: jax.block_until_ready(dispatch())) if self._on_cpu else dispatch
 
     def link_rates(self, num_pages: int, rounds: int) -> tuple[float, float]:
         """How fast pages move, copied as steps copy them: through staging memory, all layers of a page.

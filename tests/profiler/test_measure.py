@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.profile import read_profile, write_profile
 from pensieve_jax.engine import Engine
-from pensieve_jax.models import abstract_model
+from pensieve_jax.models import abstract_model, make_model
 from pensieve_jax.models.presets import PRESETS, preset, random_model
 from pensieve_jax.models.shape import shape_of
 from pensieve_jax.profiler import ProfileConfig, measure, measure_profile
@@ -149,3 +150,17 @@ def test_the_kept_profile_is_of_the_model_that_its_name_says():
     profile.check_fits(served, "cpu")
     assert profile.attention_s[-1] > profile.attention_s[1]
     assert profile.recompute_cost(32)(8192) > 2 * profile.recompute_cost(32)(32)
+
+
+def test_a_model_spread_over_devices_is_measured():
+    config = dict(PRESETS["smollm2-135m"]) | {
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
+    model = make_model(config, dtype=np.dtype(np.float32), rngs=nnx.Rngs(0))
+    profile = measure_profile(model, replace(SMALL, max_context_tokens=64), num_shards=2)
+    assert profile.model == shape_of(model, 2)
+    assert profile.model.kv_bytes_per_token == 1 * 2 * 1 * 16 * 4, "one KV head on each device"
