@@ -38,7 +38,7 @@ class Setting:
     running_bytes: float = 24e9
     """Of the device tier, what turns under way take: not divided."""
     think_time_s: float = 60.0
-    factor: float = 6.0
+    factor: float = 3.0
     step_tokens: int = 2048
     max_rows: int = 256
     max_context_tokens: int = 16_384
@@ -120,23 +120,35 @@ def options(
     parser.add_argument(
         "--systems", default=",".join(systems), help=f"of {', '.join(SYSTEMS)}, or URLs; separated by commas"
     )
-    parser.add_argument("--rates", help="requests/s, separated by commas: for every system")
+    parser.add_argument("--rates", help="requests/s: 5,8 for every system, or pensieve=8,12;stateless=4,8")
     parser.set_defaults(rates_by_system=rates)
     parser.add_argument(
         "--lengths", type=Path, help="conversations' lengths as JSON lines, in place of ShareGPT's file"
     )
-    parser.add_argument("--factor", type=float, default=6.0, help="how much faster users think")
+    parser.add_argument("--think-time", type=float, default=60.0, help="mean, in s, before --factor")
+    parser.add_argument("--factor", type=float, default=3.0, help="how much faster users think")
     parser.add_argument("--running-gb", type=float, default=24.0, help="KV of turns under way")
+    parser.add_argument("--max-rows", type=int, default=256, help="turns that run at once at most")
     parser.add_argument("--device-kv-gb", type=float, default=DEVICE_KV_BYTES / 1e9)
     parser.add_argument("--host-kv-gb", type=float, default=HOST_KV_BYTES / 1e9, help="before --factor")
-    parser.add_argument("--duration", type=float, default=70.0, help="s in which turns come")
-    parser.add_argument("--warm-up", type=float, default=25.0, help="s of it that don't count")
+    parser.add_argument("--duration", type=float, default=100.0, help="s in which turns come")
+    parser.add_argument("--warm-up", type=float, default=50.0, help="s of it that don't count")
     parser.add_argument("--drain", type=float, default=20.0, help="s in which the last turns may end")
     parser.add_argument("--head-start", type=float, default=600.0, help="s that have passed at the start")
     parser.add_argument(
         "--latency", type=float, default=LATENCY_LIMIT_S, help="at which to compare, s per token"
     )
     return parser
+
+
+def simulator_option(parser: argparse.ArgumentParser) -> None:
+    """Whether points are measured, simulated, or both: a GPU needn't wait for the simulator."""
+    parser.add_argument(
+        "--part",
+        choices=("both", "measure", "simulate"),
+        default="both",
+        help="simulate: what is kept in --out",
+    )
 
 
 def quick_options(description: str | None) -> argparse.ArgumentParser:
@@ -180,7 +192,9 @@ def setting_of(given: argparse.Namespace, *, model: str | None = None, num_shard
         choice=ModelChoice(name=model or given.model, dtype=given.dtype, num_shards=num_shards),
         tiers=Tiers(device_bytes=given.device_kv_gb * 1e9, host_bytes=given.host_kv_gb * 1e9),
         running_bytes=given.running_gb * 1e9,
+        think_time_s=given.think_time,
         factor=given.factor,
+        max_rows=given.max_rows,
         source="sharegpt" if given.lengths is None else "jsonl",
         path=given.lengths,
         head_start_s=given.head_start,
@@ -199,10 +213,18 @@ def rates_of(given: argparse.Namespace) -> dict[str, list[float]]:
     systems = given.systems.split(",")
     if given.quick:
         return {system: [20.0] for system in systems}
-    if given.rates:
-        return {system: [float(rate) for rate in given.rates.split(",")] for system in systems}
     known = given.rates_by_system
+    if given.rates and "=" not in given.rates:
+        known = {"default": _rates(given.rates)}
+    elif given.rates:
+        known = known | {
+            name: _rates(text) for name, text in (part.split("=") for part in given.rates.split(";"))
+        }
     return {system: list(known.get(system, known["default"])) for system in systems}
+
+
+def _rates(text: str) -> list[float]:
+    return [float(rate) for rate in text.split(",")]
 
 
 def start(given: argparse.Namespace) -> Study:

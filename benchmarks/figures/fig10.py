@@ -15,9 +15,9 @@ from benchmarks.figures.common import finish, options, rates_of, run, setting_of
 SYSTEMS = ("pensieve", "gpu-only", "stateless", "vllm-stateless", "vllm-prefix", "vllm-offload")
 QUICK_SYSTEMS = ("pensieve", "stateless")
 RATES = {
-    "default": (6.0, 10.0, 14.0),
-    "stateless": (4.0, 7.0, 10.0),
-    "vllm-stateless": (4.0, 7.0, 10.0),
+    "default": (5.0, 8.0, 11.0),
+    "stateless": (3.0, 5.0, 7.0),
+    "vllm-stateless": (3.0, 5.0, 7.0),
     "transformers": (0.5, 1.0),
 }
 

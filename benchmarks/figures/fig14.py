@@ -5,21 +5,32 @@
 OPT-13B on ShareGPT, as in the paper. Each point is simulated too, with the same conversations and sizes.
 """
 
-from benchmarks.figures.common import finish, options, rates_of, run, setting_of, start
+from benchmarks.figures.common import (
+    finish,
+    options,
+    rates_of,
+    run,
+    setting_of,
+    simulator_option,
+    start,
+)
 from benchmarks.figures.simulated import compare
 
 SYSTEMS = ("pensieve", "lru")
-RATES = {"default": (3.0, 5.0)}
+RATES = {"default": (1.0, 1.5)}
 METRICS = {"host_hit_rate": "share", "recomputed_tokens_per_request": "tokens"}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run it."""
-    given = options(__doc__, model="opt-13b", systems=SYSTEMS, rates=RATES).parse_args(arguments)
+    parser = options(__doc__, model="opt-13b", systems=SYSTEMS, rates=RATES)
+    simulator_option(parser)
+    given = parser.parse_args(arguments)
     setting, rates = setting_of(given), rates_of(given)
     study = start(given)
     points = setting.points(f"fig14_{setting.choice.label}", list(rates), rates)
-    run(study, points)
+    if given.part != "simulate":
+        run(study, points)
     by_case = {row["case"]: row for row in study.rows}
     lines = []
     for row in study.rows:
@@ -41,7 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
                 }
             )
     study.keep(lines)
-    compare(study, points)
+    if given.part != "measure":
+        compare(study, points)
     finish(study, given.latency, peers=("lru",))
 
 

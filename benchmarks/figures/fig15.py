@@ -6,11 +6,19 @@ Llama-2-13B with 10 KV heads on ShareGPT, as in the paper. One server serves all
 simulated too.
 """
 
-from benchmarks.figures.common import finish, options, rates_of, run, setting_of, start
+from benchmarks.figures.common import (
+    finish,
+    options,
+    rates_of,
+    run,
+    setting_of,
+    simulator_option,
+    start,
+)
 from benchmarks.figures.simulated import compare
 
 SYSTEMS = ("pensieve", "stateless")
-RATES = {"default": (10.0,), "stateless": (7.0,)}
+RATES = {"default": (5.0,), "stateless": (4.0,)}
 THINK_TIMES = "30,60,120,300,600"
 
 
@@ -18,6 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run it."""
     parser = options(__doc__, model="llama-2-13b-kv10", systems=SYSTEMS, rates=RATES)
     parser.add_argument("--think-times", default=THINK_TIMES, help="s, separated by commas")
+    simulator_option(parser)
     given = parser.parse_args(arguments)
     if given.quick:
         given.think_times, given.systems = "1,8", "pensieve"
@@ -27,8 +36,10 @@ def main(arguments: list[str] | None = None) -> None:
     for think_time in given.think_times.split(","):
         series = f"fig15_{setting.choice.label}_think{think_time}"
         points += setting.points(series, list(rates), rates, think_time_s=float(think_time))
-    run(study, points)
-    compare(study, points)
+    if given.part != "simulate":
+        run(study, points)
+    if given.part != "measure":
+        compare(study, points)
     finish(study, given.latency)
 
 

@@ -1,7 +1,11 @@
 """The simulator beside measured points: the same conversations, sizes and policy."""
 
+import json
+import math
+from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.records import record, replace_records
 from benchmarks.serving.study import Point, Study, workload_of
 from host_cache.config import CacheConfig
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
@@ -41,34 +45,44 @@ def simulate(point: Point, device: DeviceSpec) -> dict[str, float]:
     return summarize(result, warm_up_s=point.run.warm_up_s, until_s=until_s)
 
 
-def compare(study: Study, points: list[Point], device: str = "h200") -> None:
-    """Simulate every point that was run and can be simulated, and keep both hit rates side by side.
+def compare(study: Study, points: Sequence[Point], device: str = "h200") -> None:
+    """Simulate every point that was measured and can be simulated, and keep both hit rates side by side.
+
+    What was measured is read from the results, so that it may have been measured elsewhere.
 
     Args:
-        study: that has run them.
+        study: whose folder of results holds the points.
         points: of a figure.
         device: name of the simulator's device.
     """
-    measured = {row["case"]: row for row in study.rows}
-    lines: list[dict[str, Any]] = []
-    for point in points:
-        if point.case not in measured or point.system not in POLICIES:
-            continue
-        simulated = simulate(point, DEVICES[device])
-        for name in COMPARED:
-            value, expected = measured[point.case][name], simulated[name]
-            lines.append(
-                {
-                    "case": f"{point.case}_simulator",
-                    "metric": name,
-                    "value": value,
-                    "unit": "share",
-                    "ceiling": expected,
-                    "ratio": value / expected if expected else None,
-                    "shapes": {"simulated_device": device, "peer": "simulator", **point.facts},
-                }
-            )
-            study.console.print(
-                f"{point.case}: {name} {value:.3f}, simulated {expected:.3f}", highlight=False
-            )
-    study.keep(lines)
+    for path in sorted(study.path.parent.glob(f"{study.bench}-*.jsonl")):
+        kept = {line["case"]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+        for point in points:
+            line = kept.get(point.case)
+            if line is None or point.system not in POLICIES:
+                continue
+            simulated, measured = simulate(point, DEVICES[device]), line["shapes"]["figures"]
+            rows = [_row(point, name, measured[name], simulated[name], device) for name in COMPARED]
+            for row in rows:
+                study.console.print(
+                    f"{point.case}: {row['metric']} {_text(row['value'])}, simulated {_text(row['ceiling'])}",
+                    highlight=False,
+                )
+            found = {name: line[name] for name in ("bench", "device", "driver")}
+            replace_records(path, [record(**found, packages=(), **row) for row in rows])
+
+
+def _row(point: Point, metric: str, value: float | None, expected: float, device: str) -> dict[str, Any]:
+    return {
+        "case": f"{point.case}_simulator",
+        "metric": metric,
+        "value": math.nan if value is None else value,
+        "unit": "share",
+        "ceiling": expected,
+        "ratio": value / expected if value and expected else None,
+        "shapes": {"simulated_device": device, "peer": "simulator", **point.facts},
+    }
+
+
+def _text(value: float) -> str:
+    return f"{value:.3f}"

@@ -1,6 +1,8 @@
 """Many runs: points of systems, workloads and rates; lines of results as they come; a table at the end."""
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +23,10 @@ from pensieve_jax.versions import processor
 
 SATURATED = 4.0
 """A system whose latency at a rate is so many times the limit is not taken to higher rates."""
+POINT_METRIC = "normalized_latency_s_mean"
+"""Metric of a served point, whose line holds all its figures."""
+POINT_CASE = re.compile(r"(.+)_([a-z-]+)_rate([\d.e+]+)")
+"""Series, system and rate of its case."""
 FILE_WIDTH = 180
 """Of output that goes to a file."""
 SHOWN = {
@@ -117,14 +123,17 @@ class Study:
     def summary(self, latency_s: float, peers: Sequence[str]) -> list[dict[str, Any]]:
         """Throughput of each curve at a latency, against peers on the same series; kept as results.
 
+        Curves are read from the results, where those of systems that were run apart are together.
+
         Args:
             latency_s: normalized latency.
             peers: systems to compare with; the first that was measured counts.
         """
         lines = []
+        kept = kept_points(self.path)
         for series in dict.fromkeys(row["series"] for row in self.rows):
             curves: dict[str, list[dict[str, Any]]] = {}
-            for row in self.rows:
+            for row in kept:
                 if row["series"] == series:
                     curves.setdefault(row["system"], []).append(row)
             reached = {name: throughput_at(rows, latency_s) for name, rows in curves.items()}
@@ -186,7 +195,7 @@ class Study:
         }
         line = self._record(
             case=point.case,
-            metric="normalized_latency_s_mean",
+            metric=POINT_METRIC,
             value=figures["normalized_latency_s_mean"],
             unit="s",
             packages=(),
@@ -218,6 +227,25 @@ class Study:
     def _say(self, figures: Mapping[str, float]) -> None:
         parts = [f"{label} {_cell(figures.get(name))}" for name, label in SHOWN.items()]
         self.console.print("  " + ", ".join(parts), highlight=False, soft_wrap=True)
+
+
+def kept_points(path: Path) -> list[dict[str, Any]]:
+    """Figures of the served points of a file of results, with `series`, `system`, `rate` and `device`; NaN
+    where a figure is unknown."""
+    points = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        line = json.loads(text)
+        match = POINT_CASE.fullmatch(line["case"])
+        if line["metric"] == POINT_METRIC and match is not None and "figures" in line["shapes"]:
+            names = {
+                "series": match[1],
+                "system": match[2],
+                "rate": float(match[3]),
+                "device": line["device"],
+            }
+            figures = line["shapes"]["figures"]
+            points.append({n: math.nan if v is None else v for n, v in figures.items()} | names)
+    return points
 
 
 def workload_of(point: Point) -> Workload:

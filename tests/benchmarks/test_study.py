@@ -5,8 +5,9 @@ import json
 import pytest
 
 from benchmarks.curves import throughput_at
+from benchmarks.figures.common import options, rates_of
 from benchmarks.serving.__main__ import main
-from benchmarks.serving.study import device_label
+from benchmarks.serving.study import Study, device_label, make_console
 
 
 def arguments(out, *more):
@@ -56,3 +57,43 @@ def test_throughput_at_a_latency():
 def test_device_names():
     assert device_label(None) == "cpu"
     assert device_label(("NVIDIA H200", "580")) == "h200"
+
+
+def test_summary_compares_with_what_was_run_apart(tmp_path):
+    def run(system, *points):
+        study = Study("serving", tmp_path, make_console())
+        lines = [
+            {
+                "case": f"fig10_m_{system}_rate{rate:g}",
+                "metric": "normalized_latency_s_mean",
+                "value": latency,
+                "unit": "s",
+                "shapes": {
+                    "figures": {
+                        "normalized_latency_s_mean": latency,
+                        "served_requests_per_s": rate,
+                        "hit_rate": None,
+                    }
+                },
+            }
+            for rate, latency in points
+        ]
+        study.keep(lines)
+        study.rows = [{"series": "fig10_m"}]
+        return {line["case"]: line for line in study.summary(0.12, ["vllm-stateless", "stateless"])}
+
+    run("vllm-stateless", (2.0, 0.04), (4.0, 0.2))
+    found = run("pensieve", (6.0, 0.04), (8.0, 0.2))
+    assert found["fig10_m_at120ms_vllm-stateless"]["value"] == pytest.approx(3.0)
+    ours = found["fig10_m_at120ms_pensieve"]
+    assert ours["value"] == pytest.approx(7.0)
+    assert ours["ceiling"] == pytest.approx(3.0)
+    assert ours["ratio"] == pytest.approx(7 / 3)
+    assert ours["shapes"]["peer"] == "vllm-stateless"
+
+
+def test_rates_by_system():
+    parser = options("", model="tiny", systems=("a", "b"), rates={"default": (1.0,), "b": (2.0,)})
+    assert rates_of(parser.parse_args([])) == {"a": [1.0], "b": [2.0]}
+    assert rates_of(parser.parse_args(["--rates", "3,4"])) == {"a": [3.0, 4.0], "b": [3.0, 4.0]}
+    assert rates_of(parser.parse_args(["--rates", "a=8,12;c=1"])) == {"a": [8.0, 12.0], "b": [2.0]}

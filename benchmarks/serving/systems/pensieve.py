@@ -1,13 +1,11 @@
 """The engine of this repository as a system, in all of its variants."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import Any
 
 import jax
-import jax.monitoring
 import numpy as np
 
 from benchmarks.serving.clock import RunClock
@@ -28,8 +26,6 @@ from pensieve_jax.engine import Engine
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.warmup import warm_up
 from pensieve_jax.models import ServableModel
-
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 VARIANTS: Mapping[str, Callable[[EngineConfig], EngineConfig]] = {
     "pensieve": lambda config: config,
@@ -79,26 +75,10 @@ class PensieveSystem:
         self._silent: set[str] = set()
         """Conversations whose turn has given no token yet."""
         self._known: set[str] = set()
-        self._compiled = 0
-        jax.monitoring.register_event_duration_secs_listener(self._note_event)
 
     def warm_up(self) -> None:
-        """Compile what turns need before any is measured: each prompt length alone, then batches of growing
-        numbers of turns, through the batch sizes that decoding passes."""
-        warm_up(self.engine, _params(2))
-        rows, batches = self.engine.config.scheduler.max_rows, []
-        while rows >= 2:
-            batches.append(rows)
-            rows //= 2
-        rng = np.random.default_rng(0)
-        page = self.engine.cache_config.page_tokens
-        room = self.engine.cache_config.device_pages // 2
-        for count in reversed(batches):
-            count = min(count, room)
-            prompts = [rng.integers(self.engine.spec.vocab_size, size=page // 2) for _ in range(count)]
-            # Ends one after the other, so that every smaller batch is met on the way.
-            self.engine.generate(prompts, [_params(2 + i % 4) for i in range(count)])
-        self.reset()
+        """Compile all steps and copies that greedy turns can need."""
+        warm_up(self.engine, SamplingParams(ignore_eos=True))
 
     def submit(self, request: TurnRequest) -> None:
         """See `System.submit`."""
@@ -140,10 +120,10 @@ class PensieveSystem:
         self._known.clear()
 
     def counters(self) -> Mapping[str, float]:
-        """The cache's counters, and programs compiled since the start."""
+        """The cache's counters, and programs that were compiled while turns were served: none, if warm."""
         return asdict(self.engine.counters) | {
             "suspensions": self.engine.num_suspensions,
-            "compiled": self._compiled,
+            "compiled": self.engine.num_compilations,
         }
 
     def memory_bytes(self) -> int | None:
@@ -153,12 +133,7 @@ class PensieveSystem:
 
     def close(self) -> None:
         """See `System.close`."""
-        with suppress(AssertionError):  # it was unregistered with all others
-            jax.monitoring.unregister_event_duration_listener(self._note_event)
         self.engine.close()
-
-    def _note_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        self._compiled += event == COMPILE_EVENT
 
 
 def _params(output_tokens: int) -> SamplingParams:
