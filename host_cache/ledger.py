@@ -37,7 +37,7 @@ class Ledger:
     ) -> None:
         self._prefixes = prefixes
         self._device = PagePool(device_pages)
-        self._host = PagePool(host_pages)
+        self._host = PagePool(host_pages, in_order=True)
         self._page_tokens = page_tokens
         self.index = array("i")
         """Place in its conversations: the chunk holds tokens index * page_tokens and on."""

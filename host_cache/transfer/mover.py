@@ -4,9 +4,12 @@ The device half (gathering pages from the pool and scattering them into it) belo
 the pool; here only staged arrays of whole pages come and go.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,11 +27,24 @@ STAGING_SLOTS = 4
 """Staging buffers per shard: how many layers' swap-ins may be under way before the host waits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+COPY_THREADS = 4
+"""Threads beside a GPU that copy between staging memory and the pool: one is slower than the link."""
+MOST_STORES = 4
+"""Copies to the host under way before the host waits: each holds device memory and staging memory."""
+
+
+@dataclass(slots=True, kw_only=True)
 class _SwapOut:
     copies: tuple[PageCopy, ...]
     staged: list[jax.Array]
     """Per layer [padded, *page], in pinned host memory once ready; the first len(copies) pages count."""
+    stored: Future[None] | None = None
+    """Its way into the pool, if a thread has it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether taking it into the pool waits for nothing."""
+        return self.stored.done() if self.stored else all(map(_is_ready, self.staged))
 
 
 class Mover(Protocol):
@@ -52,12 +68,18 @@ class PageMover:
     """Moves whole pages."""
 
     def __init__(
-        self, pool: PinnedPool, page_sharding: NamedSharding, checksums: PageChecksums | None = None
+        self,
+        pool: PinnedPool,
+        page_sharding: NamedSharding,
+        checksums: PageChecksums | None = None,
+        *,
+        copy_threads: int | None = None,
     ) -> None:
         """Args:
         pool: the host tier's memory.
         page_sharding: of a staged array [n, *page].
         checksums: of the same pool, to find pages whose bytes change in the host; None: don't look.
+        copy_threads: threads that copy within the host; 0: the caller's own. None: for the platform.
         """
         self.pool = pool
         self.checksums = checksums
@@ -66,19 +88,34 @@ class PageMover:
         devices = page_sharding.mesh.devices
         assert devices is not None, "a mesh of real devices"
         self._devices = list(devices.flat)
+        self._on_cpu = self._devices[0].platform == "cpu"
+        if copy_threads is None:
+            copy_threads = 0 if self._on_cpu else COPY_THREADS
+        self._threads = ThreadPoolExecutor(copy_threads, "pensieve-copy") if copy_threads else None
         self._in_flight: deque[_SwapOut] = deque()
+        self._direct: deque[jax.Array] = deque()
+        """Arrays that may still be copied from the pool itself."""
         self._slots: deque[tuple[list[np.ndarray], jax.Array | None]] = deque()
         """Staging buffers, one array per shard, and the last array that was copied from them."""
 
     def swap_out(self, copies: Sequence[PageCopy], staged: list[jax.Array]) -> None:
-        """Start copying pages that were gathered on the device to the host. Doesn't wait.
+        """Start copying pages that were gathered on the device to the host. Doesn't wait, unless many such
+        copies are under way.
 
         Args:
-            copies: where each page goes.
+            copies: where each page goes; host pages in ascending order are copied in runs.
             staged: per layer [>= len(copies), *page], gathered in this order.
         """
         to_host = [jax.device_put(layer, self._host) for layer in staged]
-        self._in_flight.append(_SwapOut(copies=tuple(copies), staged=to_host))
+        swap_out = _SwapOut(copies=tuple(copies), staged=to_host)
+        if self._threads is not None:
+            swap_out.stored = self._threads.submit(self._store, swap_out)
+        self._in_flight.append(swap_out)
+        if (
+            len(self._in_flight) > MOST_STORES
+            and (oldest := self._in_flight[-MOST_STORES].stored) is not None
+        ):
+            wait_for([oldest])
 
     def ended(self, *, wait: bool) -> tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]]:
         """Take copies to the host that have ended into the pool.
@@ -93,11 +130,14 @@ class PageMover:
         failed: list[PageCopy] = []
         while self._in_flight:
             oldest = self._in_flight[0]
-            if not wait and not all(_is_ready(layer) for layer in oldest.staged):
+            if not wait and not oldest.is_ready:
                 break
             self._in_flight.popleft()
             try:
-                self._store(oldest)
+                if oldest.stored is None:
+                    self._store(oldest)
+                else:
+                    oldest.stored.result()
                 done.extend(oldest.copies)
             except Exception:
                 logger.exception(
@@ -117,11 +157,12 @@ class PageMover:
         return tuple(copy for copy in copies if copy.host_page in damaged)
 
     def stage_in(self, layer: int, host_pages: np.ndarray, padded: int) -> jax.Array:
-        """Start copying host pages of one layer to the device. Waits only for a free staging buffer.
+        """Start copying host pages of one layer to the device: from the pool itself if they are one run of
+        pages, else through a staging buffer, for which it may wait.
 
         Args:
             layer: which layer.
-            host_pages: i32[n].
+            host_pages: i64[n]; in ascending order, runs are found.
             padded: pages of the result; those past n hold anything.
 
         Returns:
@@ -130,22 +171,24 @@ class PageMover:
         Raises:
             TransferError: the copy can't be made.
         """
+        runs = _runs(host_pages)
         slot: list[np.ndarray] | None = None
         try:
+            if len(runs) == 1 and not self._on_cpu and runs[0][0] + padded <= self.pool.num_pages:
+                return self._stage_run(layer, runs[0][0], padded)
             slot, last = self._slot(padded)
             if last is not None:
                 last.block_until_ready()
             parts = []
             for source, buffer, device in zip(self.pool.layers[layer], slot, self._devices, strict=True):
                 filled = buffer[:padded]
-                if device.platform == "cpu":
+                if self._on_cpu:
                     # The buffer is used again, but a CPU array shares the memory of an aligned NumPy array,
                     # with may_alias=False too (jax 0.11.2). So it gets memory of its own to share.
                     filled = np.empty_like(filled)
-                np.take(source, host_pages, axis=0, out=filled[: len(host_pages)])
+                self._collect(source, runs, filled)
                 parts.append(jax.device_put(filled, device))
-            shape = (padded, *self._global_page_shape(parts[0].shape[1:]))
-            staged = jax.make_array_from_single_device_arrays(shape, self._device, parts)
+            staged = self._joined(parts)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             if slot is not None:
                 self._slots.append((slot, None))
@@ -157,8 +200,40 @@ class PageMover:
 
     def close(self) -> None:
         """Give the staging buffers and the pool's memory back, once nothing is copied from them any more."""
+        if self._threads is not None:
+            self._threads.shutdown()
+        jax.block_until_ready(list(self._direct))
         self._drop_slots()
         self.pool.close()
+
+    def _stage_run(self, layer: int, first: int, padded: int) -> jax.Array:
+        """Copy from the pool itself. A page that is freed meanwhile is written only behind the step that
+        takes this array, since what is written there comes from the device and steps run in order."""
+        shards = zip(self.pool.layers[layer], self._devices, strict=True)
+        parts = [jax.device_put(source[first : first + padded], device) for source, device in shards]
+        while self._direct and _is_ready(self._direct[0]):
+            self._direct.popleft()
+        self._direct.append(self._joined(parts))
+        return self._direct[-1]
+
+    def _joined(self, parts: list[jax.Array]) -> jax.Array:
+        """One array of the shards'."""
+        num_pages, *local = parts[0].shape
+        shape = (num_pages, local[0], local[1] * len(self._devices), *local[2:])  # kv heads are sharded
+        return jax.make_array_from_single_device_arrays(shape, self._device, parts)
+
+    def _collect(self, source: np.ndarray, runs: Sequence[tuple[int, int]], target: np.ndarray) -> None:
+        """Copy runs of pages, one behind the other: as bytes, since not all dtypes leave Python's lock."""
+        pages, to, at = _as_bytes(source), _as_bytes(target), 0
+        pieces = []
+        for first, count in runs:
+            pieces.append((pages[first : first + count], to[at : at + count]))
+            at += count
+        if self._threads is None or len(runs) == 1:
+            for piece in pieces:
+                _copy(piece)
+        else:
+            list(self._threads.map(_copy, pieces))
 
     def _drop_slots(self) -> None:
         for buffers, last in self._slots:
@@ -181,20 +256,40 @@ class PageMover:
             buffers.append(buffer)
         return buffers, None
 
-    def _global_page_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """A page's shape over all shards; kv heads, axis 1, are the sharded one."""
-        return (local[0], local[1] * len(self._devices), *local[2:])
-
     def _store(self, swap_out: _SwapOut) -> None:
+        """Take what has come to the host into the pool. Waits for it."""
         host_pages = np.fromiter((copy.host_page for copy in swap_out.copies), np.int64)
+        runs = _runs(host_pages)
         arrived: list[list[np.ndarray]] = []
         for layer, staged in zip(self.pool.layers, swap_out.staged, strict=True):
             shards = sorted(staged.addressable_shards, key=lambda shard: shard.index[2].start or 0)
             arrived.append([np.asarray(shard.data) for shard in shards])
             for target, data in zip(layer, arrived[-1], strict=True):
-                target[host_pages] = data[: len(host_pages)]
+                pages, came, at = _as_bytes(target), _as_bytes(data), 0
+                for first, count in runs:
+                    pages[first : first + count] = came[at : at + count]
+                    at += count
         if self.checksums is not None:
             self.checksums.note(host_pages.tolist(), arrived)
+
+
+def _runs(pages: np.ndarray) -> list[tuple[int, int]]:
+    """Runs of consecutive numbers, as (first, how many), in the order given."""
+    if not len(pages):
+        return []
+    starts = np.flatnonzero(np.diff(pages) != 1) + 1
+    edges = [0, *starts.tolist(), len(pages)]
+    return [(int(pages[a]), b - a) for a, b in itertools.pairwise(edges)]
+
+
+def _as_bytes(pages: np.ndarray) -> np.ndarray:
+    """u8[pages, bytes of a page], the same memory."""
+    return pages.reshape(len(pages), -1).view(np.uint8)
+
+
+def _copy(piece: tuple[np.ndarray, np.ndarray]) -> None:
+    source, target = piece
+    target[...] = source
 
 
 def _is_ready(array: jax.Array) -> bool:

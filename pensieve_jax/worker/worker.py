@@ -113,7 +113,8 @@ class Worker:
         """
         if plan.swap_outs:
             assert self._mover is not None, "swap-outs need a host tier"
-            for copies in itertools.batched(plan.swap_outs, COPIED_AT_ONCE):
+            by_host_page = sorted(plan.swap_outs, key=lambda copy: copy.host_page)
+            for copies in itertools.batched(by_host_page, COPIED_AT_ONCE):
                 staged = self._runner.gather(self._pad_pages([copy.device_page for copy in copies]))
                 self._mover.swap_out(copies, staged)
         refused = self._mover.refused(plan.swap_ins) if self._mover else ()
@@ -233,8 +234,7 @@ class Worker:
         sampling = self._sampling(batch, [request for _, request in samples])
         wait_s = 0.0
         if plan.swap_ins or self._layered:
-            host_pages = np.array([copy.host_page for copy in plan.swap_ins], np.int64)
-            pages = self._pad_pages([copy.device_page for copy in plan.swap_ins])
+            host_pages, pages = self._in_runs(plan.swap_ins)
 
             def stage_in(layer: int) -> jax.Array:
                 nonlocal wait_s
@@ -265,9 +265,14 @@ class Worker:
         if not copies:
             return
         assert mover is not None, "swap-ins need a host tier"
-        host_pages = np.array([copy.host_page for copy in copies], np.int64)
-        pages = self._pad_pages([copy.device_page for copy in copies])
+        host_pages, pages = self._in_runs(copies)
         self._runner.load(lambda layer: mover.stage_in(layer, host_pages, len(pages)), pages)
+
+    def _in_runs(self, copies: Sequence[PageCopy]) -> tuple[np.ndarray, np.ndarray]:
+        """Host pages in ascending order, and the padded device pages that go with them."""
+        copies = sorted(copies, key=lambda copy: copy.host_page)
+        host_pages = np.array([copy.host_page for copy in copies], np.int64)
+        return host_pages, self._pad_pages([copy.device_page for copy in copies])
 
     def _pad_pages(self, pages: Sequence[int]) -> np.ndarray:
         """i32[one of `page_sizes`]: the pages, then the pool's size, which means nowhere."""

@@ -291,6 +291,15 @@ def test_pages_are_freed_once():
             pool.release(page)
 
 
+def test_pages_in_order_lie_together():
+    pool = PagePool(8, in_order=True)
+    assert [pool.allocate() for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+    for page in (4, 2, 3):
+        pool.release(page)
+    assert sorted(pool.free_pages()) == [2, 3, 4, 6, 7]
+    assert [pool.allocate() for _ in range(6)] == [2, 3, 4, 6, 7, None]
+
+
 def test_retention_value_orders_by_cost_over_idle_time():
     policy = RetentionValue(COST)
     assert COST(0) == pytest.approx(0.1)
