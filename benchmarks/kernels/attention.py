@@ -9,6 +9,7 @@ in the format of benchmarks/results/.
 
 import argparse
 import datetime as dt
+import fcntl
 import functools
 import json
 import math
@@ -26,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.multi_token_attention import multi_token_attention, plan_attention
-from pallas_kernels.multi_token_attention.shapes import DECODE, MIXED, SHAPES, Shape
+from pallas_kernels.multi_token_attention.shapes import DECODE, MIXED, PAPER, SHAPES, Shape
 
 DISTINCT_BYTES = 400e6
 """KV of all inputs together, at least: several times the L2 cache (60 MB)."""
@@ -197,6 +198,54 @@ def time_cudnn(shape: Shape, key) -> float:
     return seconds_each(many, launches, qs, ks, vs)
 
 
+def time_copy_out(shape: Shape, kernel: "Kernel", queries, pools) -> float:
+    """The paper's CopyOut: pages gathered to contiguous memory, then cuDNN; all rows are alike."""
+    (n, kv_len), batch = shape.rows[0], len(shape.rows)
+    cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+
+    @jax.jit
+    def many(queries, pools, table):
+        out = []
+        for i, q in enumerate(queries):
+            # The compiler would gather a pool once for all queries.
+            table = lax.optimization_barrier((table, out[-1:]))[0]
+            kv = pools[i % len(pools)][table].transpose(2, 0, 1, 4, 3, 5)
+            k, v = kv.reshape(2, batch, -1, shape.num_kv_heads, shape.head_dim)[:, :, :kv_len]
+            out.append(cudnn(q[: batch * n].reshape(batch, n, shape.num_heads, shape.head_dim), k, v))
+        return out
+
+    table = jnp.asarray(np.stack(kernel.pages))
+    return seconds_each(many, len(queries), queries, pools, table)
+
+
+def time_multi_round(shape: Shape, kernel: "Kernel", queries, pools) -> float:
+    """The paper's multi-round: one launch of the kernel for each query token, as for decoding."""
+    n, batch = shape.rows[0][0], len(shape.rows)
+    rounds = [
+        make_plan(
+            Shape(
+                rows=tuple((1, kv - n + i + 1) for _, kv in shape.rows),
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+            ),
+            kernel.pages,
+        )
+        for i in range(n)
+    ]
+
+    @jax.jit
+    def many(queries, pools, rounds):
+        out = []
+        for i, q in enumerate(queries):
+            by_round = q[: batch * n].reshape(batch, n, *q.shape[1:]).swapaxes(0, 1)
+            out.append(
+                jnp.stack([attend(by_round[j], pools[i % len(pools)], plan) for j, plan in enumerate(rounds)])
+            )
+        return out
+
+    return seconds_each(many, len(queries), queries, pools, rounds)
+
+
 def ceilings(key) -> dict[str, float]:
     """Copy rate (bytes read and written; the better of two ways) and bf16 product rate of this card, now."""
     x = [random_array(k, (1 << 30,)) for k in jax.random.split(key, 2)]
@@ -292,6 +341,13 @@ def run_case(
     if name in DECODE:
         gb, copy = shape.kv_bytes / seconds / 1e9, rates["copy"] / 1e9
         report.add(name, "kv_bandwidth", gb, "GB/s", copy, gb / copy, **describe(shape, error, **more))
+    elif name in PAPER:
+        others = {
+            "copy_out_us": round(time_copy_out(shape, kernel, queries, pools) * 1e6, 2),
+            "multi_round_us": round(time_multi_round(shape, kernel, queries, pools) * 1e6, 2),
+        }
+        micros, best = seconds * 1e6, min(others.values())
+        report.add(name, "time", micros, "us", best, best / micros, **describe(shape, error, **others))
     elif groups:
         del queries, pools
         apart = sum(group.seconds(*group.inputs(key)) for group in groups)
@@ -317,15 +373,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains one of these, by comma")
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of the results")
     parser.add_argument("--no-cudnn", action="store_true", help="leave the peer out")
+    parser.add_argument("--lock", default=os.devnull, help="a file that one process at a time measures under")
     args = parser.parse_args()
     report = Report(Path(args.out), "python -m benchmarks.kernels.attention " + " ".join(sys.argv[1:]))
-    names = [name for name in SHAPES if any(word in name for word in args.only.split(","))]
+    shapes = SHAPES | PAPER
+    names = [name for name in shapes if any(word in name for word in args.only.split(","))]
     start = time.perf_counter()
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(15) as pool:
         compiled = {
             name: [
                 pool.submit(Kernel, shape, seed)
-                for seed, shape in enumerate([SHAPES[name], *groups_of(name, SHAPES[name])])
+                for seed, shape in enumerate([shapes[name], *groups_of(name, shapes[name])])
             ]
             for name in names
         }
@@ -333,13 +391,19 @@ def main() -> None:
             for future in futures:
                 future.exception()
     print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    with Path(args.lock).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        measure(names, compiled, report, cudnn=not args.no_cudnn)
+
+
+def measure(names: list[str], compiled: dict, report: Report, *, cudnn: bool) -> None:
     rates = ceilings(jax.random.key(0))
     report.add("ceiling_copy", "bandwidth", rates["copy"] / 1e9, "GB/s", None, None)
     report.add("ceiling_matmul", "rate", rates["matmul"] / 1e12, "TFLOP/s", None, None)
     for name in names:
         try:
             kernel, *groups = [future.result() for future in compiled[name]]
-            run_case(name, kernel, groups, rates, report, not args.no_cudnn)
+            run_case(name, kernel, groups, rates, report, cudnn)
         except Exception as error:  # noqa: BLE001 one case must not cost the others
             print(f"{name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
 

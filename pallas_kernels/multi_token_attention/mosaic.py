@@ -1,11 +1,11 @@
 """Multi-token paged attention for Hopper GPUs, in Pallas Mosaic GPU.
 
-A persistent grid walks over the items of a `Schedule`. In every CTA a producer warpgroup copies queries and
-pages of KV into shared memory with the bulk copy engine, through a ring of slots that runs on across items,
-and two consumer warpgroups compute. In a wide item each consumer has 64 query tokens under its own head and
-both use every block of keys; they take turns, so that one's softmax runs under the other's products. In a
-narrow item both have the same few rows and take every other block. A small second kernel merges the items
-that the schedule cut.
+A persistent grid walks over the items of a `Schedule`. In every CTA a producer warpgroup copies items,
+queries and pages of KV into shared memory with the bulk copy engine, through a ring of slots that runs on
+across items, and two consumer warpgroups compute. In a wide item each consumer has 64 query tokens under its
+own head and both use every block of keys; each weighs the values of one block under the softmax of the next,
+across items too. In a narrow item both have the same few rows and take every other block. Of an item that
+the schedule cut, the CTA that is done last merges the parts.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.errors import UnsupportedInputError
 from pallas_kernels.multi_token_attention.mosaic_common import LOG2E, NEVER, KernelShape, aligned
-from pallas_kernels.multi_token_attention.mosaic_merge import merge_parts
+from pallas_kernels.multi_token_attention.mosaic_device import clear_rows
+from pallas_kernels.multi_token_attention.mosaic_output import Outputs, merge_interpreted
 from pallas_kernels.multi_token_attention.plan import AttentionPlan
 from pallas_kernels.multi_token_attention.schedule import (
     ALIGN,
     BLOCK_KV,
     ITEM_FIELDS,
+    ITEM_WIDTH,
     PARTIAL,
     TILE_Q,
     WIDE,
@@ -35,23 +38,20 @@ from pallas_kernels.multi_token_attention.schedule import (
 
 NUM_SLOTS = 5
 """Slots of the ring, each a block of K or of V. With queries and outputs they fill the shared memory."""
+NUM_ITEMS = 7
+"""Items in shared memory. The producer reads two ahead of the one that it loads, which the ring keeps within
+three of the one that consumers compute, and they look back at the one before."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 """Registers of a thread after the split: 2 x 232 + 40 make the 3 x 168 that the CTA starts with."""
-BY_ONE = ("other_may_write", "other_wrote", "other_was_read")
-"""Barriers at which one consumer arrives. Barriers of a kind are one array: each array takes registers."""
-BY_BOTH = ("queries_used", "turn", "cleared")
-"""Barriers at which both consumers arrive."""
+BY_ONE = ("wide_queries", "queries_used", "may_write", "wrote", "cleared")
+"""Barriers at which one warpgroup arrives, two of a kind: of each consumer, where that makes sense. Barriers
+of a number of arrivals are one array: each array takes registers."""
 WGMMA = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
-WIDE_ACCESS = plgpu.Layout.WGMMA_UPCAST_4X
-"""16 bytes of a row for each thread: fewer addresses than in the layout of products."""
+SUMS = 8
+"""Columns of a running total: what a thread adds up stays with it until the end of an item."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[*ITEM_FIELDS],
-    meta_fields=[],
-)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Item:
     """One line of the schedule, as scalars. Fields: `schedule.ITEM_FIELDS`."""
@@ -69,6 +69,25 @@ class _Item:
     end: jax.Array
     kv_len: jax.Array
     part: jax.Array
+    first_part: jax.Array
+    parts: jax.Array
+    merge: jax.Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """What a consumer carries from block to block of one item, for each of its rows."""
+
+    output: jax.Array
+    """f32[TILE_Q, head_dim]: the weighed values so far, as for the maximum so far."""
+    peak: jax.Array
+    """f32[TILE_Q]: the maximum score so far, as a power of two."""
+    total: jax.Array
+    """f32[TILE_Q, SUMS]: the weights so far, added up by thread."""
+
+
+jax.tree_util.register_dataclass(_Item, [*ITEM_FIELDS], [])
+jax.tree_util.register_dataclass(_State, ["output", "peak", "total"], [])
 
 
 def attention_mosaic(
@@ -116,16 +135,13 @@ def attention_mosaic(
         logit_soft_cap=logit_soft_cap,
         interpret=interpret,
     )
-    out, part_out, part_lse = _attention_call(shape, schedule, q, kv_pages, jnp.asarray(plan.page_table))
-    out_ref = jax.new_ref(out)
-    merge_parts(shape, schedule, part_out, part_lse, out_ref)
-    return jax.freeze(out_ref)[:num_tokens]
+    out = _attention_call(shape, schedule, q, kv_pages, jnp.asarray(plan.page_table))
+    return out[:num_tokens]
 
 
 def _attention_call(
     shape: KernelShape, schedule: Schedule, q: jax.Array, kv_pages: jax.Array, page_table: jax.Array
-) -> list[jax.Array]:
-    """The output but for the items that were cut, and their parts with the log-sum-exp of their scores."""
+) -> jax.Array:
     dtype, head_dim = shape.dtype, shape.head_dim
     tiled, exact = _swizzled(dtype), _swizzled(jnp.float32)
     outputs = (
@@ -139,20 +155,23 @@ def _attention_call(
         # In the interpreter the outputs don't share their memory: it would compare uses of the two halves.
         "outputs": plgpu.RefUnion(*outputs) if shape.interpret is None else outputs,
         "stats": plgpu.SMEM((2, TILE_Q), jnp.float32),
+        # One line more than items, for a note.
+        "item_ring": plgpu.SMEM((NUM_ITEMS + 1, ITEM_WIDTH), jnp.int32),
+        "item_loaded": plgpu.Barrier(num_barriers=NUM_ITEMS),
         "loaded": plgpu.Barrier(num_barriers=NUM_SLOTS, num_arrivals=shape.pages_per_block),
         "used": plgpu.Barrier(num_barriers=NUM_SLOTS, num_arrivals=2),
         "narrow_queries": plgpu.Barrier(num_arrivals=shape.narrow_tokens),
-        "by_one": plgpu.Barrier(num_barriers=2 + len(BY_ONE)),
-        "by_both": plgpu.Barrier(num_arrivals=2, num_barriers=len(BY_BOTH)),
+        "by_one": plgpu.Barrier(num_barriers=2 * len(BY_ONE)),
+        "run_done": plgpu.Barrier(num_arrivals=2),
     }
     kernel = plgpu.kernel(
         partial(_attention_kernel, shape),
         out_type=[
             jax.ShapeDtypeStruct(q.shape, dtype),
-            jax.ShapeDtypeStruct((schedule.max_parts, TILE_Q, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((schedule.max_parts, TILE_Q), jnp.float32),
+            jax.ShapeDtypeStruct((schedule.max_parts, TILE_Q * head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((schedule.max_parts, TILE_Q * head_dim), jnp.float32),
         ],
-        grid=(schedule.cta_begin.shape[0] - 1,),
+        grid=(schedule.runs.shape[0],),
         grid_names=("cta",),
         num_threads=3,
         thread_name="warpgroup",
@@ -164,7 +183,13 @@ def _attention_call(
         **shape.interpreted,
     )
     by_head = q.reshape(-1, shape.head_dim)
-    return kernel(schedule.cta_begin, schedule.items, page_table, q, by_head, kv_pages)
+    inputs = (schedule.runs, schedule.items, schedule.arrived, page_table, q, by_head, kv_pages)
+    out, part_out, part_lse = kernel(*inputs)
+    if shape.interpret is None:
+        return out
+    return jnp.asarray(
+        merge_interpreted(shape, np.asarray(schedule.items), *map(np.array, (out, part_out, part_lse)))
+    )
 
 
 def _swizzled(dtype: Any) -> tuple[Any, ...]:
@@ -178,8 +203,9 @@ def _swizzled(dtype: Any) -> tuple[Any, ...]:
 
 def _attention_kernel(
     shape: KernelShape,
-    cta_begin: Any,
+    runs: Any,
     items: Any,
+    arrived: Any,
     page_table: Any,
     q: Any,
     q_by_head: Any,
@@ -189,88 +215,126 @@ def _attention_kernel(
     part_lse: Any,
     **scratch: Any,
 ) -> None:
-    by_one, by_both = scratch.pop("by_one"), scratch.pop("by_both")
-    scratch |= {name: by_one.at[2 + i] for i, name in enumerate(BY_ONE)}
-    scratch |= {name: by_both.at[i] for i, name in enumerate(BY_BOTH)}
-    scratch["wide_queries"] = by_one
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    first, last = cta_begin[cta], cta_begin[cta + 1]
-
-    def each_item(run: Callable[[jax.Array, _Item, jax.Array], jax.Array]) -> jax.Array:
-        """Run over this CTA's items with the ring slots filled before each; those filled in the end."""
-
-        def step(i: jax.Array, filled: jax.Array) -> jax.Array:
-            item = _Item(**{name: items[i, column] for column, name in enumerate(ITEM_FIELDS)})
-            return run(i, item, filled)
-
-        return lax.fori_loop(first, last, step, jnp.int32(0))
+    if shape.interpret is None:
+        # The next launch may be set up while this one ends; nothing is read before the one before is done.
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+    first, narrow, rest, last = (runs[cta, i] for i in range(4))
 
     @pl.when(warpgroup == 2)
     def _produce() -> None:
         if shape.interpret is None:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        producer = _Producer(shape, page_table, q, q_by_head, kv_pages, scratch)
-
-        def run(i: jax.Array, item: _Item, filled: jax.Array) -> jax.Array:
-            # The first block of keys goes ahead of the queries, whose place is free only after the last of
-            # the item before.
-            second = jnp.minimum(item.begin + 1, item.end)
-            filled = producer.load_blocks(item, item.begin, second, filled)
-            producer.load_queries(item, i > first)
-            return producer.load_blocks(item, second, item.end, filled)
-
-        filled = each_item(run)
-        pl.when(last > first)(lambda: producer.drain(filled))
+        producer = _Producer(shape, items, page_table, q, q_by_head, kv_pages, scratch)
+        producer.run(first, last)
 
     @pl.when(warpgroup < 2)
     def _consume() -> None:
         if shape.interpret is None:
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consumer = _Consumer(shape, warpgroup, out, part_out, part_lse, scratch)
+        outputs = Outputs(shape, items, out, part_out, part_lse, arrived)
+        consumer = _Consumer(shape, warpgroup, first, outputs, scratch)
+        # The first consumer may write its state at once.
+        pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(_one(scratch, "may_write", 0)))
 
-        def run(i: jax.Array, item: _Item, filled: jax.Array) -> jax.Array:
-            # One choice of queries for both kinds: their addresses then hold registers only once.
-            queries = scratch["queries"].at[jnp.where(item.kind == WIDE, warpgroup, 0)]
-            pl.when(item.kind == WIDE)(lambda: consumer.wide(item, filled, queries))
-            pl.when(item.kind != WIDE)(lambda: consumer.narrow(item, filled, queries))
-            return filled + 2 * (item.end - item.begin)
+        def part(number: jax.Array, filled: jax.Array) -> jax.Array:
+            """The first wide items and the narrow ones, then the other wide ones."""
+            is_first = number == 0
+            filled = consumer.wide_run(
+                jnp.where(is_first, first, rest), jnp.where(is_first, narrow, last), filled
+            )
+            return consumer.narrow_run(narrow, jnp.where(is_first, rest, narrow), filled)
 
-        each_item(run)
+        lax.fori_loop(0, 2, part, jnp.int32(0))
+        # No barrier may be ahead of who waits for it when the CTA ends.
+        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(_one(scratch, "may_write", 0)))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
+def _read_item(scratch: dict[str, Any], number: jax.Array) -> _Item:
+    """The CTA's item of that number, from shared memory."""
+    place = lax.rem(number, jnp.int32(NUM_ITEMS))
+    return _Item(**{name: scratch["item_ring"][place, column] for column, name in enumerate(ITEM_FIELDS)})
+
+
+def _wait_item(scratch: dict[str, Any], number: jax.Array) -> _Item:
+    plgpu.barrier_wait(scratch["item_loaded"].at[lax.rem(number, jnp.int32(NUM_ITEMS))])
+    return _read_item(scratch, number)
+
+
+def _one(scratch: dict[str, Any], name: str, index: jax.Array | int) -> Any:
+    """A barrier at which one warpgroup arrives."""
+    return scratch["by_one"].at[2 * BY_ONE.index(name) + index]
+
+
 class _Producer:
-    """Copies queries and KV into shared memory, as far ahead of the consumers as the ring allows."""
+    """Copies items, queries and KV into shared memory, as far ahead of the consumers as the ring allows."""
 
     def __init__(
         self,
         shape: KernelShape,
+        items: Any,
         page_table: Any,
         q: Any,
         q_by_head: Any,
         kv_pages: Any,
         scratch: dict[str, Any],
     ) -> None:
-        self.shape, self.page_table, self.q, self.q_by_head = shape, page_table, q, q_by_head
+        self.shape, self.items, self.page_table = shape, items, page_table
+        self.q, self.q_by_head = q, q_by_head
         self.kv_pages, self.scratch = kv_pages, scratch
 
-    def load_queries(self, item: _Item, not_first: jax.Array) -> None:
+    def run(self, first: jax.Array, last: jax.Array) -> None:
+        scratch = self.scratch
+
+        def load_item(i: jax.Array) -> None:
+            @pl.when(i < last)
+            def _load() -> None:
+                place = lax.rem(i - first, jnp.int32(NUM_ITEMS))
+                plgpu.copy_gmem_to_smem(
+                    self.items.at[i], scratch["item_ring"].at[place], scratch["item_loaded"].at[place]
+                )
+
+        def load(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            filled, after_narrow = carry
+            load_item(i + 2)
+            item = _wait_item(scratch, i - first)
+            filled = self.load_blocks(item, i > first, after_narrow, filled)
+            return filled, item.kind != WIDE
+
+        load_item(first)
+        load_item(first + 1)
+        filled, _ = lax.fori_loop(first, last, load, (jnp.int32(0), jnp.bool(False)))
+        pl.when(last > first)(lambda: self.drain(filled))
+
+    def load_queries(self, item: _Item, not_first: jax.Array, after_narrow: jax.Array) -> None:
         """Queries past the item's tokens are read from what follows, zeros past the end: nobody uses them."""
         shape, queries = self.shape, self.scratch["queries"]
-        pl.when(not_first)(lambda: plgpu.barrier_wait(self.scratch["queries_used"]))
+
+        def wait_used(consumer: int, when: jax.Array) -> None:
+            used = _one(self.scratch, "queries_used", consumer)
+            pl.when(when)(partial(plgpu.barrier_wait, used))
 
         @pl.when(item.kind == WIDE)
         def _wide() -> None:
+            # Of a narrow item both consumers read the first one's place.
+            wait_used(0, not_first)
+            wait_used(1, after_narrow)
             for consumer in range(2):
                 token, head = _part_of(shape, item, consumer)
+                if consumer == 1:
+                    wait_used(1, not_first & ~after_narrow)
                 plgpu.copy_gmem_to_smem(
                     self.q.at[pl.ds(token, TILE_Q), head],
                     queries.at[consumer],
-                    self.scratch["wide_queries"].at[consumer],
+                    _one(self.scratch, "wide_queries", consumer),
                 )
 
         @pl.when(item.kind != WIDE)
         def _narrow() -> None:
+            for consumer in range(2):
+                wait_used(consumer, not_first)
             for i in range(shape.narrow_tokens):
                 token = item.token + jnp.minimum(i, item.stop - 1)
                 line = pl.multiple_of(aligned(token * self.q.shape[1] + item.head), ALIGN)
@@ -280,8 +344,13 @@ class _Producer:
                     self.scratch["narrow_queries"],
                 )
 
-    def load_blocks(self, item: _Item, begin: jax.Array, end: jax.Array, filled: jax.Array) -> jax.Array:
-        """K and V of the item's blocks into the next slots; pages past the row's last are the last again."""
+    def load_blocks(
+        self, item: _Item, not_first: jax.Array, after_narrow: jax.Array, filled: jax.Array
+    ) -> jax.Array:
+        """K and V of the item's blocks into the next slots; pages past the row's last are the last again.
+
+        The first block goes ahead of the queries, whose place is free only after the last of the item before.
+        """
         pages_per_block = self.shape.pages_per_block
         last_page = lax.div(item.kv_len - 1, jnp.int32(self.shape.page_size))
         ring, loaded, used = self.scratch["ring"], self.scratch["loaded"], self.scratch["used"]
@@ -292,9 +361,10 @@ class _Producer:
                 for i in range(pages_per_block)
             ]
 
-        def load(block: jax.Array, carry: tuple[jax.Array, list[jax.Array]]) -> Any:
-            filled, pages = carry
-            following = pages_of(block + 1)
+        def load(block: jax.Array, carry: tuple[jax.Array, list[jax.Array], list[jax.Array]]) -> Any:
+            # While the memory is busy a read takes as long as a block: two ahead are under way.
+            filled, pages, following = carry
+            second_following = pages_of(block + 2)
             for which in range(2):
                 slot = lax.rem(filled + which, jnp.int32(NUM_SLOTS))
                 pl.when(filled + which >= NUM_SLOTS)(partial(plgpu.barrier_wait, used.at[slot]))
@@ -304,14 +374,17 @@ class _Producer:
                         ring.at[slot, pl.ds(i * self.shape.page_size, self.shape.page_size)],
                         loaded.at[slot],
                     )
-            return filled + 2, following
+            pl.when(block == item.begin)(lambda: self.load_queries(item, not_first, after_narrow))
+            return filled + 2, following, second_following
 
-        filled, _ = lax.fori_loop(begin, end, load, (filled, pages_of(begin)))
+        start = (filled, pages_of(item.begin), pages_of(item.begin + 1))
+        filled, _, _ = lax.fori_loop(item.begin, item.end, load, start)
         return filled
 
     def drain(self, filled: jax.Array) -> None:
         """Wait until everything was used: no barrier may be in use when the CTA ends."""
-        plgpu.barrier_wait(self.scratch["queries_used"])
+        for consumer in range(2):
+            plgpu.barrier_wait(_one(self.scratch, "queries_used", consumer))
 
         @pl.loop(jnp.maximum(filled - NUM_SLOTS, 0), filled)
         def _wait(slot: jax.Array) -> None:
@@ -319,76 +392,147 @@ class _Producer:
 
 
 class _Consumer:
-    """One of the two warpgroups that compute. Its running state: (output, maximum, total) of each row."""
+    """One of the two warpgroups that compute."""
 
     def __init__(
         self,
         shape: KernelShape,
         index: jax.Array,
-        out: Any,
-        part_out: Any,
-        part_lse: Any,
+        first: jax.Array,
+        outputs: Outputs,
         scratch: dict[str, Any],
     ) -> None:
-        self.shape, self.index, self.scratch = shape, index, scratch
-        self.out, self.part_out, self.part_lse = out, part_out, part_lse
+        self.shape, self.index, self.first, self.scratch = shape, index, first, scratch
+        self.outputs = outputs
         self.out_tiled, self.out_plain, self.out_exact = scratch["outputs"]
 
-    def wide(self, item: _Item, filled: jax.Array, queries: Any) -> None:
-        """64 tokens under one head; the other consumer has another head or the next 64 tokens."""
-        turn, head_dim = self.scratch["turn"], self.shape.head_dim
-        token, _ = _part_of(self.shape, item, self.index)
-        position = item.position + (token - item.token)
-        row_position = position + plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA)
+    def wide_run(self, begin: jax.Array, end: jax.Array, filled: jax.Array) -> jax.Array:
+        """Wide items one after the other; returns the slots filled after.
 
-        def ask() -> None:
-            plgpu.barrier_arrive(turn)
+        64 tokens under one head each; the other consumer has another head or the next 64 tokens. The values
+        of a block are weighed under the softmax of the next one: those of an item's last block, and then its
+        output, come under the first block of the next item.
+        """
+        queries = self.scratch["queries"].at[self.index]
+        zeros = _start(self.shape.head_dim).output
 
-        def wait() -> None:
-            plgpu.barrier_wait(turn)
+        def item_step(i: jax.Array, carry: tuple[jax.Array, _State, jax.Array]) -> Any:
+            filled, before, weights = carry
+            item = _wait_item(self.scratch, i - self.first)
+            position = item.position + (_part_of(self.shape, item, self.index)[0] - item.token)
+            step = partial(self.step, item, filled, queries, position)
+            plgpu.barrier_wait(_one(self.scratch, "wide_queries", self.index))
+            # The first of a run has no values to weigh: its keys stand in, and nobody sees the result.
+            has_before = i > begin
+            values = jnp.where(has_before, filled - 1, filled)
+            fresh = _start(self.shape.head_dim)
+            state = _State(output=before.output, peak=fresh.peak, total=fresh.total)
+            state, _, weights = step(item.begin, state, weights, values)
 
-        def take_turn() -> None:
-            ask()
-            wait()
+            @pl.when(has_before)
+            def _store() -> None:
+                self.release(filled - 1)
+                self.store_wide(i - 1, _State(output=state.output, peak=before.peak, total=before.total))
 
-        def block_step(block: jax.Array, state: Any, *, masked: bool) -> Any:
-            slot = filled + 2 * (block - item.begin)
-            self.wait_loaded(slot)
-            scores = self.scores(queries, slot, take_turn)
+            state = _State(output=zeros, peak=state.peak, total=state.total)
+
+            def block_step(block: jax.Array, carry: tuple[_State, jax.Array]) -> tuple[_State, jax.Array]:
+                slot = filled + 2 * (block - item.begin)
+                state, fade, weights = step(block, *carry, slot - 1)
+                self.release(slot - 1)
+                output = state.output * _along(fade, state.output.shape)
+                return _State(output=output, peak=state.peak, total=state.total), weights
+
+            state, weights = lax.fori_loop(item.begin + 1, item.end, block_step, (state, weights))
+            return filled + 2 * (item.end - item.begin), state, weights
+
+        start = _start(self.shape.head_dim)
+        nothing = start.output if self.shape.head_dim == BLOCK_KV else _zeros((TILE_Q, BLOCK_KV))
+        filled, state, weights = lax.fori_loop(
+            begin, end, item_step, (filled, start, nothing.astype(self.shape.dtype))
+        )
+
+        @pl.when(end > begin)
+        def _finish() -> None:
+            last = _State(
+                output=self.weigh(state.output, weights, filled - 1),
+                peak=state.peak,
+                total=state.total,
+            )
+            self.release(filled - 1)
+            self.store_wide(end - 1, last)
+            # Narrow items write where these outputs lie.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.scratch["run_done"])
+            plgpu.barrier_wait(self.scratch["run_done"])
+
+        return filled
+
+    def step(
+        self,
+        item: _Item,
+        filled: jax.Array,
+        queries: Any,
+        position: jax.Array,
+        block: jax.Array,
+        state: _State,
+        weights: jax.Array,
+        values_slot: jax.Array,
+    ) -> tuple[_State, jax.Array, jax.Array]:
+        """One block of keys of a wide item, and the values of the block before, both under way together.
+
+        Returns:
+            The state, the output in it not yet faded to the new maximum; the factor to fade it by; the
+            weights of this block's values, which are then loaded and finite.
+        """
+        slot = filled + 2 * (block - item.begin)
+        valid = item.kv_len - block * BLOCK_KV
+
+        def last_key() -> jax.Array:
+            return position + plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA)
+
+        def softmax(scores: jax.Array) -> Any:
+            self.release(slot)
             pl.when(block + 1 == item.end)(self.queries_used)
-            state, weights = self.softmax(scores, state, block, row_position if masked else None)
-            ask()
+            result = self.softmax(scores, state.peak, state.total, block, block >= item.full, last_key)
+            # A wait also keeps the compiler from moving this work behind the end of the other product.
             self.wait_loaded(slot + 1)
-            valid = item.kv_len - block * BLOCK_KV
-            if masked:
 
-                @pl.when(valid < BLOCK_KV)
-                def _clear_half() -> None:
-                    self.clear(slot + 1, valid, [pl.multiple_of(self.index * TILE_Q, TILE_Q)])
-                    plgpu.barrier_arrive(self.scratch["cleared"])
+            @pl.when((valid < BLOCK_KV) & (self.index == 0))
+            def _clear() -> None:
+                self.clear(slot + 1, valid)
+                plgpu.barrier_arrive(_one(self.scratch, "cleared", 0))
 
-            wait()
-            if masked:
-                pl.when(valid < BLOCK_KV)(partial(plgpu.barrier_wait, self.scratch["cleared"]))
-            return self.weigh(state, weights, slot + 1)
+            @pl.when((valid < BLOCK_KV) & (self.index == 1))
+            def _cleared() -> None:
+                plgpu.barrier_wait(_one(self.scratch, "cleared", 0))
 
-        plgpu.barrier_wait(self.scratch["wide_queries"].at[self.index])
-        pl.when(self.index == 1)(take_turn)
-        state = lax.fori_loop(item.begin, item.full, partial(block_step, masked=False), _start(head_dim))
-        output, _, total = lax.fori_loop(item.full, item.end, partial(block_step, masked=True), state)
-        pl.when(self.index == 0)(take_turn)
+            return result
 
-        output = _normalised(output, total).astype(self.shape.dtype)
+        self.wait_loaded(slot)
+        output, (peak, total, fade, weights) = self.products(
+            queries, slot, state.output, weights, values_slot, softmax
+        )
+        if self.shape.interpret is None:
+            # Only now: registers that a product reads must not be made while it is under way.
+            output, weights = lax.optimization_barrier((output, weights))
+        return _State(output=output, peak=peak, total=total), fade, weights.astype(self.shape.dtype)
+
+    def store_wide(self, number: jax.Array, state: _State) -> None:
+        """The output of the CTA's wide item of that number among all items."""
+        item = _read_item(self.scratch, number - self.first)
+        output = _normalised(state.output, state.total.sum(axis=1)).astype(self.shape.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         token, head = _part_of(self.shape, item, self.index)
         skip = jnp.maximum(item.skip - (token - item.token), 0)
         stop = jnp.minimum(item.stop - (token - item.token), TILE_Q)
+        out = self.outputs.out
 
         @pl.when(stop - skip == TILE_Q)
         def _whole() -> None:
             self.out_tiled[self.index] = output
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(self.out_tiled.at[self.index], self.out.at[pl.ds(token, TILE_Q), head])
+            plgpu.copy_smem_to_gmem(self.out_tiled.at[self.index], out.at[pl.ds(token, TILE_Q), head])
 
         @pl.when(stop - skip < TILE_Q)
         def _row_by_row() -> None:
@@ -397,15 +541,37 @@ class _Consumer:
 
             @pl.loop(skip, stop)
             def _store(i: jax.Array) -> None:
-                plgpu.copy_smem_to_gmem(self.out_plain.at[self.index, i], self.out.at[token + i, head])
+                plgpu.copy_smem_to_gmem(self.out_plain.at[self.index, i], out.at[token + i, head])
 
-    def narrow(self, item: _Item, filled: jax.Array, queries: Any) -> None:
-        """A few tokens under all heads of a group: this consumer has every other block of their keys."""
-        shape, scratch = self.shape, self.scratch
-        blocks = item.end - item.begin
-        offset = lax.div(
-            plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA), jnp.int32(shape.stride)
+    def narrow_run(self, begin: jax.Array, end: jax.Array, filled: jax.Array) -> jax.Array:
+        """Narrow items one after the other; returns the slots filled after.
+
+        The parts among them, which come first, are counted as done only in the end: to make sure of it takes
+        as long as a block while the memory is busy.
+        """
+        filled, parts_end = lax.fori_loop(begin, end, self.narrow, (filled, begin))
+        pl.when(self.index == 1)(
+            lambda: self.outputs.count_parts(begin, parts_end, self.scratch["item_ring"].at[NUM_ITEMS, 0])
         )
+        return filled
+
+    def narrow(self, i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """A few tokens under all heads of a group: this consumer has every other block of their keys.
+
+        Carries the slots filled before and the end of the parts so far.
+        """
+        filled, parts_end = carry
+        shape, scratch = self.shape, self.scratch
+        item = _wait_item(scratch, i - self.first)
+        blocks = item.end - item.begin
+        queries = scratch["queries"].at[0]
+
+        def last_key() -> jax.Array:
+            row = plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA)
+            return item.position + lax.div(row, jnp.int32(shape.stride))
+
+        # The second consumer has the last block: it joins the states while the first goes on.
+        own_first = lax.rem(blocks + self.index, jnp.int32(2))
 
         def pass_over(number: jax.Array) -> None:
             """The other's block: a barrier counts only for those who wait for it."""
@@ -416,159 +582,158 @@ class _Consumer:
                     self.wait_loaded(filled + 2 * number + which)
                     self.release(filled + 2 * number + which)
 
-        def pair_step(pair: jax.Array, state: Any, *, masked: bool) -> Any:
-            number = 2 * pair + self.index
-            pl.when(self.index == 1)(lambda: pass_over(2 * pair))
-            slot = filled + 2 * number
+        def pair_step(pair: jax.Array, state: _State) -> _State:
+            number = 2 * pair + own_first
+            pl.when(own_first == 1)(lambda: pass_over(2 * pair))
+            slot, block = filled + 2 * number, item.begin + number
             self.wait_loaded(slot)
-            block = item.begin + number
             scores = self.scores(queries, slot)
-            state, weights = self.softmax(scores, state, block, item.position + offset if masked else None)
+            self.release(slot)
+            peak, total, fade, weights = self.softmax(
+                scores, state.peak, state.total, block, block >= item.full, last_key
+            )
             self.wait_loaded(slot + 1)
             valid = item.kv_len - block * BLOCK_KV
-            if masked:
-                pl.when(valid < BLOCK_KV)(lambda: self.clear(slot + 1, valid, [0, TILE_Q]))
-            state = self.weigh(state, weights, slot + 1)
-            pl.when(self.index == 0)(lambda: pass_over(2 * pair + 1))
-            return state
-
-        def own(number_of_blocks: jax.Array) -> jax.Array:
-            return lax.div(number_of_blocks + 1 - self.index, jnp.int32(2))
+            pl.when(valid < BLOCK_KV)(lambda: self.clear(slot + 1, valid))
+            output = state.output * _along(fade, state.output.shape)
+            output = self.weigh(output, weights.astype(shape.dtype), slot + 1)
+            self.release(slot + 1)
+            pl.when(own_first == 0)(lambda: pass_over(2 * pair + 1))
+            return _State(output=output, peak=peak, total=total)
 
         plgpu.barrier_wait(scratch["narrow_queries"])
-        full = own(item.full - item.begin)
-        state = lax.fori_loop(0, full, partial(pair_step, masked=False), _start(shape.head_dim))
-        state = lax.fori_loop(full, own(blocks), partial(pair_step, masked=True), state)
-        pl.when((self.index == 1) & (lax.rem(blocks, jnp.int32(2)) == 1))(lambda: pass_over(blocks - 1))
+        own = lax.div(blocks + 1 - own_first, jnp.int32(2))
+        state = lax.fori_loop(0, own, pair_step, _start(shape.head_dim))
+        pl.when((own_first == 1) & (lax.rem(blocks, jnp.int32(2)) == 1))(lambda: pass_over(blocks - 1))
         self.queries_used()
         self.finish_narrow(item, state)
+        return filled + 2 * blocks, jnp.where(item.kind == PARTIAL, i + 1, parts_end)
 
-    def finish_narrow(self, item: _Item, state: Any) -> None:
-        """The second consumer hands its state to the first, which joins and stores it."""
-        shape, scratch, stats = self.shape, self.scratch, self.scratch["stats"]
-        output, peak, total = state
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def finish_narrow(self, item: _Item, state: _State) -> None:
+        """The first consumer hands its state to the second, which joins and stores it."""
+        scratch, stats = self.scratch, self.scratch["stats"]
+        output, peak, total = state.output, state.peak, state.total.sum(axis=1)
 
-        @pl.when(self.index == 1)
+        @pl.when(self.index == 0)
         def _hand_over() -> None:
-            plgpu.barrier_wait(scratch["other_may_write"])
+            plgpu.barrier_wait(_one(scratch, "may_write", 0))
             self.out_exact[...] = output
             stats[0] = peak
             stats[1] = total
-            plgpu.barrier_arrive(scratch["other_wrote"])
-            plgpu.barrier_wait(scratch["other_was_read"])
+            plgpu.barrier_arrive(_one(scratch, "wrote", 0))
 
-        @pl.when(self.index == 0)
+        @pl.when(self.index == 1)
         def _join() -> None:
-            plgpu.barrier_arrive(scratch["other_may_write"])
-            plgpu.barrier_wait(scratch["other_wrote"])
+            plgpu.barrier_wait(_one(scratch, "wrote", 0))
             other_output = plgpu.load(self.out_exact, layout=WGMMA)
             other_peak = plgpu.load(stats.at[0], layout=ROWS)
             other_total = plgpu.load(stats.at[1], layout=ROWS)
+            plgpu.barrier_arrive(_one(scratch, "may_write", 0))
             both_peak = jnp.maximum(peak, other_peak)
             fade, other_fade = jnp.exp2(peak - both_peak), jnp.exp2(other_peak - both_peak)
             both_total = total * fade + other_total * other_fade
             both = output * _along(fade, output.shape) + other_output * _along(other_fade, output.shape)
-            both = _normalised(both, both_total)
-            stride = shape.stride
+            lse = both_peak + jnp.log2(both_total)
+            self.outputs.store(item, _normalised(both, both_total), _along(lse, output.shape))
 
-            @pl.when(item.kind == PARTIAL)
-            def _part() -> None:
-                self.out_exact[...] = both
-                stats[0] = both_peak + jnp.log2(both_total)
-                plgpu.commit_smem()
-
-                @pl.loop(0, item.stop)
-                def _store(i: jax.Array) -> None:
-                    rows = pl.ds(pl.multiple_of(i * stride, stride), stride)
-                    plgpu.copy_smem_to_gmem(self.out_exact.at[rows], self.part_out.at[item.part, rows])
-
-                plgpu.copy_smem_to_gmem(stats.at[0], self.part_lse.at[item.part])
-
-            @pl.when(item.kind != PARTIAL)
-            def _whole() -> None:
-                self.out_plain[0] = both.astype(shape.dtype)
-                plgpu.commit_smem()
-
-                @pl.loop(0, item.stop)
-                def _store(i: jax.Array) -> None:
-                    line = (item.token + i) * self.out.shape[1] + item.head
-                    row = i * stride + line - aligned(line)
-                    plgpu.copy_smem_to_gmem(
-                        self.out_plain.at[0, pl.ds(row, shape.group)],
-                        self.out.at[item.token + i, pl.ds(item.head, shape.group)],
-                    )
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(scratch["other_was_read"])
-
-    def scores(self, queries: Any, slot: jax.Array, meanwhile: Callable[[], None] | None = None) -> jax.Array:
-        """queries @ keys.T from a slot, which is free after; `meanwhile` runs during the product."""
+    def scores(self, queries: Any, slot: jax.Array) -> jax.Array:
+        """queries @ keys.T."""
         keys = self.slot(slot)
-        if self.shape.interpret is None:
+        if self.shape.interpret is not None:
+            return self.interpreted_product(queries[...], keys[...].T)
 
-            def product(acc: Any) -> jax.Array:
-                plgpu.wgmma(acc, queries, keys.transpose((1, 0)))
-                if meanwhile is not None:
-                    meanwhile()
-                return acc[...]
+        def product(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, queries, keys.transpose((1, 0)))
+            return acc[...]
 
-            scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_Q, BLOCK_KV), jnp.float32))
-        else:
-            scores = jnp.dot(queries[...].astype(jnp.float32), keys[...].astype(jnp.float32).T)
-            plgpu.commit_smem()
-            if meanwhile is not None:
-                meanwhile()
-        self.release(slot)
-        return scores
+        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_Q, BLOCK_KV), jnp.float32))
+
+    def weigh(self, output: jax.Array, weights: jax.Array, slot: jax.Array) -> jax.Array:
+        """output + weights @ values."""
+        values = self.slot(slot)
+        if self.shape.interpret is not None:
+            return output + self.interpreted_product(weights, values[...])
+        product: Any = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))
+        return product(plgpu.WGMMAAccumulatorRef.init(output))
+
+    def products(
+        self,
+        queries: Any,
+        keys_slot: jax.Array,
+        output: jax.Array,
+        weights: jax.Array,
+        values_slot: jax.Array,
+        softmax: Callable[[jax.Array], Any],
+    ) -> tuple[jax.Array, Any]:
+        """`scores` and `weigh` at once, and `softmax` under the second product."""
+        if self.shape.interpret is not None:
+            scores = self.scores(queries, keys_slot)
+            output = self.weigh(output, weights, values_slot)
+            return output, softmax(scores)
+        keys, values = self.slot(keys_slot), self.slot(values_slot)
+
+        def product(score_acc: Any, output_acc: Any) -> tuple[jax.Array, Any]:
+            output_acc[...] = output
+            plgpu.wgmma(score_acc, queries, keys.transpose((1, 0)))
+            plgpu.wgmma(output_acc, weights, values)
+            result = softmax(plgpu.wgmma_accumulator_load(score_acc, wait_n=1))
+            return output_acc[...], result
+
+        return pl.run_scoped(
+            product,
+            plgpu.WGMMAAccumulatorRef((TILE_Q, BLOCK_KV), jnp.float32),
+            plgpu.WGMMAAccumulatorRef((TILE_Q, self.shape.head_dim), jnp.float32),
+        )
+
+    def interpreted_product(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """For the interpreter, which has no products with registers."""
+        product = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
+        plgpu.commit_smem()
+        return product
 
     def softmax(
-        self, scores: jax.Array, state: Any, block: jax.Array, last_key: jax.Array | None
-    ) -> tuple[Any, jax.Array]:
-        """The state, faded to the new maximum, and the weights of a block's values.
+        self,
+        scores: jax.Array,
+        peak: jax.Array,
+        total: jax.Array,
+        block: jax.Array,
+        masked: jax.Array,
+        last_key: Callable[[], jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """New maximum and total of each row, the factor of its output so far, the weights of the values.
 
-        `last_key` is the last key that each row sees; None: all rows see the whole block.
+        `last_key` gives the last key that each row sees; if not `masked`, all rows see the whole block.
         """
         shape = self.shape
-        output, peak, total = state
         factor = shape.scale * LOG2E
         if shape.logit_soft_cap is not None:
             scores = _soft_capped(scores * (shape.scale / shape.logit_soft_cap))
             factor = shape.logit_soft_cap * LOG2E
-        if last_key is not None:
+
+        def mask() -> jax.Array:
             key = block * BLOCK_KV + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
-            scores = jnp.where(key <= last_key, scores, -jnp.inf)
+            return jnp.where(key <= last_key(), scores, -jnp.inf)
+
+        scores = lax.cond(masked, mask, lambda: scores)
         new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)
         fade = jnp.exp2(peak - new_peak)
         weights = jnp.exp2(scores * factor - _along(new_peak, scores.shape))
-        output = output * _along(fade, output.shape)
-        total = total * fade + weights.sum(axis=1)
-        weights = weights.astype(shape.dtype)
-        if shape.interpret is None:
-            output, total, new_peak, weights = lax.optimization_barrier((output, total, new_peak, weights))
-        return (output, new_peak, total), weights
+        sums = [weights[:, i : i + SUMS] for i in range(0, BLOCK_KV, SUMS)]
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        total = total * _along(fade, total.shape) + sums[0]
+        result = (new_peak, total, fade, weights)
+        return result if shape.interpret is not None else lax.optimization_barrier(result)
 
-    def clear(self, slot: jax.Array, valid: jax.Array, first_rows: list[Any]) -> None:
+    def clear(self, slot: jax.Array, valid: jax.Array) -> None:
         """Zeros over the values past the row's end, which may be NaN: a weight of 0 wouldn't hide them."""
-        row = plgpu.broadcasted_iota(jnp.int32, (TILE_Q, self.shape.head_dim), 0, layout=WIDE_ACCESS)
-        for first in first_rows:
-            rows = self.slot(slot).at[pl.ds(first, TILE_Q)]
-            kept = plgpu.load(rows, layout=WIDE_ACCESS)
-            rows[...] = jnp.where(first + row < valid, kept, jnp.zeros_like(kept))
-        plgpu.commit_smem()
-
-    def weigh(self, state: Any, weights: jax.Array, slot: jax.Array) -> Any:
-        """The state with weights @ values added, from a slot, which is free after."""
-        output, peak, total = state
-        values = self.slot(slot)
+        rows = self.slot(slot)
         if self.shape.interpret is None:
-            product = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))
-            output = product(plgpu.WGMMAAccumulatorRef.init(output))
-        else:
-            output = output + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32))
-            plgpu.commit_smem()
-        self.release(slot)
-        return output, peak, total
+            clear_rows(rows, _swizzled(self.shape.dtype), valid)
+            return
+        row = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=WGMMA)
+        rows[...] = jnp.where(row < valid, rows[...], jnp.zeros(rows.shape, rows.dtype))
+        plgpu.commit_smem()
 
     def slot(self, number: jax.Array) -> Any:
         return self.scratch["ring"].at[lax.rem(number, jnp.int32(NUM_SLOTS))]
@@ -580,7 +745,7 @@ class _Consumer:
         plgpu.barrier_arrive(self.scratch["used"].at[lax.rem(slot, jnp.int32(NUM_SLOTS))])
 
     def queries_used(self) -> None:
-        plgpu.barrier_arrive(self.scratch["queries_used"])
+        plgpu.barrier_arrive(_one(self.scratch, "queries_used", self.index))
 
 
 def _part_of(shape: KernelShape, item: _Item, consumer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
@@ -590,12 +755,16 @@ def _part_of(shape: KernelShape, item: _Item, consumer: jax.Array | int) -> tupl
     return pl.multiple_of(item.token + consumer * TILE_Q, ALIGN), item.head
 
 
-def _start(head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return (
-        plgpu.layout_cast(jnp.zeros((TILE_Q, head_dim), jnp.float32), WGMMA),
-        plgpu.layout_cast(jnp.full((TILE_Q,), NEVER, jnp.float32), ROWS),
-        plgpu.layout_cast(jnp.zeros((TILE_Q,), jnp.float32), ROWS),
+def _start(head_dim: int) -> _State:
+    return _State(
+        output=_zeros((TILE_Q, head_dim)),
+        peak=plgpu.layout_cast(jnp.full((TILE_Q,), NEVER, jnp.float32), ROWS),
+        total=_zeros((TILE_Q, SUMS)),
     )
+
+
+def _zeros(shape: tuple[int, ...]) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
 
 
 def _along(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper GPUs share."""
+"""What the parts of the kernel for Hopper GPUs share."""
 
 import math
 from dataclasses import dataclass

@@ -4,8 +4,9 @@ Two kinds of item share one launch. A *wide* item is 64 query tokens under each 
 KV head (128 tokens of one head where the group is odd): prefill, bound by arithmetic. A *narrow* item is
 the few tokens of a short row under all heads of a group, over a stretch of its keys: decode, bound by
 memory. Wide items go whole, the longest first, to the CTA with the least work. Narrow items then fill the
-loads up to a common level: they are laid out one after the other and cut where a CTA is full, so that every
-CTA ends at the same time, whatever the batch. What was cut is merged by a second, small kernel.
+loads up to a common level: whole ones in turn as far as there is room, the rest laid out one after the other
+and cut where a CTA is full, so that every CTA ends at the same time, whatever the batch. A CTA does its
+parts of items before its whole ones; which CTA ends a part last merges the item.
 """
 
 import heapq
@@ -49,32 +50,37 @@ ITEM_FIELDS = (
     "end",
     "kv_len",
     "part",
+    "first_part",
+    "parts",
+    "merge",
 )
-"""Columns of `Schedule.items`: kind (WIDE, NARROW or PARTIAL); row of the page table; KV head; first query
-head; first query token, of wide items a multiple of 8; tokens to skip, which belong to the row before; the
-end of the tokens, counted from the first; position of the first token in the row; first block of keys; first
-block that needs a mask; end of the blocks; keys of the row; place among the parts (PARTIAL only)."""
+"""First columns of `Schedule.items`: kind (WIDE, NARROW or PARTIAL); row of the page table; KV head; first
+query head; first query token, of wide items a multiple of 8; tokens to skip, which belong to the row before;
+the end of the tokens, counted from the first; position of the first token in the row; first block of keys;
+first block that needs a mask; end of the blocks; keys of the row. Of PARTIAL items besides: place among the
+parts; the first part of the same tokens and heads and the number of them, side by side; their number among
+the merges."""
+ITEM_WIDTH = 32
+"""Columns of an item: 128 bytes, which the copy engine wants aligned."""
 WIDE, NARROW, PARTIAL = 0, 1, 2
-MERGE_FIELDS = ("count", "first", "head", "token", "num_tokens")
-"""Columns of `Schedule.merges`: parts to merge (0: none), the first of them, first query head, first token,
-tokens."""
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cta_begin", "items", "merges"],
+    data_fields=["runs", "items", "arrived"],
     meta_fields=["num_heads", "num_kv_heads", "max_tokens", "max_parts"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Items of one batch, by CTA. Only the numbers change from step to step, never the shapes."""
 
-    cta_begin: jax.Array | np.ndarray
-    """i32[num_ctas + 1]: where each CTA's items start."""
+    runs: jax.Array | np.ndarray
+    """i32[num_ctas, 4]: where each CTA's wide items start, its narrow ones, its other wide ones; the end."""
     items: jax.Array | np.ndarray
-    """i32[max_items, len(ITEM_FIELDS)]."""
-    merges: jax.Array | np.ndarray
-    """i32[max_merges, len(MERGE_FIELDS)]."""
+    """i32[max_items, ITEM_WIDTH]."""
+    arrived: jax.Array | np.ndarray
+    """i32[max_merges] of zeros: parts of each item that was cut that are done. The kernel counts here and
+    leaves zeros again, so that one plan serves all layers of a step, one after the other."""
     num_heads: int
     num_kv_heads: int
     max_tokens: int
@@ -126,21 +132,30 @@ def plan_schedule(
     wide_cta, loads = _deal(_column(wide, "end") - _column(wide, "begin") + ITEM_COST, num_ctas)
     narrow = _narrow_items(tiles[few], num_kv_heads, group)
     blocks = _column(narrow, "end")
-    edges = np.concatenate([[0], np.cumsum(blocks)])
+    room = _level(loads, int(blocks.sum()))
+    whole_cta = np.full(len(narrow), num_ctas)
+    if not batch_invariant:
+        whole_cta, room = _waves(blocks, room)
+    is_whole = whole_cta < num_ctas
+    whole, rest = narrow[is_whole], narrow[~is_whole]
+    edges = np.concatenate([[0], np.cumsum(_column(rest, "end"))])
     if batch_invariant:
         cuts = np.concatenate(
             [np.arange(a, b, INVARIANT_SPLIT_BLOCKS) for a, b in itertools.pairwise(edges)] or [[0]]
         )
     else:
-        cuts = _level(loads, int(edges[-1]))
+        ends = np.cumsum(room) / max(room.sum(), 1e-9) * edges[-1]
+        cuts = np.concatenate([[0], np.rint(ends[:-1])]).astype(np.int64)
         near = edges[np.clip(np.searchsorted(edges, cuts + 1) - 1, 0, None)]
-        cuts = np.where(cuts - near <= edges[-1] // num_ctas // 64, near, cuts)
+        cuts = np.where(cuts - near <= blocks.sum() // num_ctas // 64, near, cuts)
     bounds = np.unique(np.concatenate([edges, cuts]))
-    stretch, merges, num_parts = _cut(narrow, edges, bounds)
+    stretch, num_parts = _cut(rest, edges, bounds)
     if batch_invariant:
         stretch_cta, _ = _deal((bounds[1:] - bounds[:-1]) * NARROW_COST + ITEM_COST, num_ctas, loads)
     else:
         stretch_cta = np.searchsorted(cuts, bounds[:-1], side="right") - 1
+    parts_first = np.concatenate([stretch, whole])
+    stretch_cta = np.concatenate([stretch_cta, whole_cta[is_whole]])
 
     # Narrow items come at another point of each CTA's work: while some wait for memory, others compute.
     count = np.bincount(wide_cta, minlength=num_ctas)
@@ -149,8 +164,13 @@ def plan_schedule(
     place = np.empty(len(wide))
     place[order] = (np.arange(len(wide)) - np.repeat(first, count)) / np.repeat(np.maximum(count, 1), count)
     cta = np.concatenate([wide_cta, stretch_cta])
-    when = np.concatenate([place, (stretch_cta + 0.5) / num_ctas])
-    order = np.lexsort((np.arange(len(cta)), when, cta))
+    narrow_when = (np.arange(num_ctas) + 0.5) / num_ctas
+    order = np.lexsort((np.arange(len(cta)), np.concatenate([place, narrow_when[stretch_cta]]), cta))
+    begin = np.searchsorted(cta[order], np.arange(num_ctas + 1))
+    narrow_count = np.bincount(stretch_cta, minlength=num_ctas)
+    before = np.bincount(wide_cta[place <= narrow_when[wide_cta]], minlength=num_ctas)
+    before = begin[:-1] + np.where(narrow_count > 0, before, count)
+    runs = np.stack([begin[:-1], before, before + narrow_count, begin[1:]], axis=1)
 
     per_token_tile = num_heads // 2 if group % 2 == 0 else num_heads
     tile = TILE_Q if group % 2 == 0 else 2 * TILE_Q
@@ -160,14 +180,12 @@ def plan_schedule(
     max_parts = 2 * num_ctas
     while max_parts < num_parts or max_items < len(order):
         max_parts, max_items = 2 * max_parts, 2 * max_items
-    items = np.zeros((max_items, len(ITEM_FIELDS)), np.int32)
-    items[: len(order)] = np.concatenate([wide, stretch])[order]
-    merge_table = np.zeros((max_parts // 2, len(MERGE_FIELDS)), np.int32)
-    merge_table[: len(merges)] = merges
+    items = np.zeros((max_items, ITEM_WIDTH), np.int32)
+    items[: len(order), : len(ITEM_FIELDS)] = np.concatenate([wide, parts_first])[order]
     return Schedule(
-        cta_begin=np.searchsorted(cta[order], np.arange(num_ctas + 1)).astype(np.int32),
+        runs=runs.astype(np.int32),
         items=items,
-        merges=merge_table,
+        arrived=np.zeros(max_parts // 2, np.int32),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         max_tokens=max_tokens,
@@ -255,7 +273,7 @@ def _deal(costs: np.ndarray, num_ctas: int, loads: np.ndarray | None = None) -> 
 
 
 def _level(loads: np.ndarray, blocks: int) -> np.ndarray:
-    """Where to cut `blocks` narrow blocks so that all CTAs end together: each CTA's first block."""
+    """Narrow blocks that each CTA takes, of `blocks`, for all CTAs to end together."""
     ordered = np.sort(loads)
     # With the k least loaded CTAs filled to the level of the next, this many blocks are placed.
     placed = (
@@ -263,15 +281,32 @@ def _level(loads: np.ndarray, blocks: int) -> np.ndarray:
     )
     k = int(np.searchsorted(placed, blocks))
     level = (ordered[: k + 1].sum() + blocks * NARROW_COST) / (k + 1)
-    share = np.maximum(level - loads, 0)
-    ends = np.cumsum(share) / max(share.sum(), 1e-9) * blocks
-    return np.concatenate([[0], np.rint(ends[:-1])]).astype(np.int64)
+    return np.maximum(level - loads, 0) / NARROW_COST
 
 
-def _cut(narrow: np.ndarray, edges: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Stretches of the narrow items between the bounds; which parts to merge; the number of parts."""
+def _waves(blocks: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whole items dealt out in turn, as far as each CTA has room for them.
+
+    Neighbours among the items are read at the same time so: the heads of a page lie side by side in memory.
+
+    Returns:
+        The CTA of each item (the number of CTAs for those left over), and the room left.
+    """
+    takers = np.flatnonzero(room > 0)
+    waves = -(-len(blocks) // max(len(takers), 1))
+    table = np.zeros(waves * len(takers), np.int64)
+    table[: len(blocks)] = blocks
+    table = table.reshape(waves, len(takers))
+    fits = np.cumsum(table, axis=0) <= room[takers] + 0.01
+    left = room.copy()
+    left[takers] -= (table * fits).sum(axis=0)
+    return np.where(fits, takers, len(room)).reshape(-1)[: len(blocks)], np.maximum(left, 0)
+
+
+def _cut(narrow: np.ndarray, edges: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, int]:
+    """Stretches of the narrow items between the bounds; the number of parts."""
     if not len(narrow):
-        return narrow, np.zeros((0, len(MERGE_FIELDS)), np.int64), 0
+        return narrow, 0
     item = np.searchsorted(edges, bounds[:-1], side="right") - 1
     stretch = narrow[item]
     stretch[:, ITEM_FIELDS.index("begin")] = bounds[:-1] - edges[item]
@@ -279,10 +314,11 @@ def _cut(narrow: np.ndarray, edges: np.ndarray, bounds: np.ndarray) -> tuple[np.
     full = np.clip(_column(stretch, "full"), _column(stretch, "begin"), _column(stretch, "end"))
     stretch[:, ITEM_FIELDS.index("full")] = full
     pieces = np.bincount(item, minlength=len(narrow))
-    is_part = pieces[item] > 1
-    stretch[is_part, ITEM_FIELDS.index("kind")] = PARTIAL
-    stretch[is_part, ITEM_FIELDS.index("part")] = np.arange(is_part.sum())
-    split = np.flatnonzero(pieces > 1)
-    first = np.cumsum(pieces[split]) - pieces[split]
-    columns = [_column(narrow[split], name) for name in ("head", "token", "stop")]
-    return stretch, np.stack([pieces[split], first, *columns], axis=1), int(is_part.sum())
+    split = pieces > 1
+    first = np.cumsum(pieces * split) - pieces * split
+    of_split = np.flatnonzero(split[item])
+    stretch[of_split, ITEM_FIELDS.index("kind")] = PARTIAL
+    stretch[of_split, ITEM_FIELDS.index("part")] = np.arange(len(of_split))
+    for name, values in (("first_part", first), ("parts", pieces), ("merge", np.cumsum(split) - 1)):
+        stretch[of_split, ITEM_FIELDS.index(name)] = values[item[of_split]]
+    return stretch, len(of_split)

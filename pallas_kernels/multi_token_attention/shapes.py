@@ -66,6 +66,12 @@ MIXED = {
         rows=((512, 512), (200, 3712)) * 16, num_heads=40, num_kv_heads=10, shared_pages=True
     ),
 }
+PAPER = {
+    f"paper_32x8_over_{past}_h{heads}kv{kv_heads}": _extend(32, 8, past - 8, heads, kv_heads)
+    for heads, kv_heads in ((40, 40), (40, 10))
+    for past in (512, 1024, 2048, 4096)
+}
+"""After the paper's figure 12: a batch of 32 requests, each with a few new tokens over its own context."""
 SHAPES = DECODE | PREFILL | MIXED
 """Name -> shape. The head counts are those of Llama-3-8B (32, 8), Llama-2-13B with 10 KV heads (40, 10) and
 OPT-13B (40, 40)."""

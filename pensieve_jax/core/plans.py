@@ -78,3 +78,5 @@ class StepResult:
     """Copies, of this step or earlier ones, whose bytes are in the host page now."""
     failed_swap_outs: tuple[PageCopy, ...]
     """Copies whose host page holds nothing."""
+    unsound: frozenset[int] = frozenset()
+    """Requests whose logits hold NaN: their tokens mean nothing."""

@@ -296,7 +296,7 @@ class TurnLoop:
                 logger.exception("a step broke off")
                 self._recover(error)
                 return
-            self._deliver(self.scheduler.apply(result, self._clock()))
+            self._deliver(self.scheduler.apply(result, self._clock()), result.unsound)
 
     def _recover(self, error: Exception) -> None:
         logger.error("the running turns are given up and the cache starts anew")
@@ -311,19 +311,21 @@ class TurnLoop:
             else:
                 self._submit(active)
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[RequestOutput], unsound: frozenset[int]) -> None:
         if self._config.paranoid:
             self._check_and_poison()
         for output in outputs:
             active = self._active[output.request_id]
+            if output.request_id in unsound:
+                self._give_up(active, output, "the model's logits are NaN")
+                self.cache.release(active.state.id)  # it may come from the cache
+                continue
             try:
                 text = active.answer.push(output.token, finished=output.finished)
             except Exception as error:
-                logger.exception("the text of a token can't be made; its turn is given up")
-                if not output.finished:
-                    self.scheduler.end(active.request, self._clock())
+                logger.exception("the text of a token can't be made")
                 what = f"the text of token {output.token.token_id} can't be made"
-                self._end(active, EngineError(f"{what}: {type(error).__name__}: {error}"))
+                self._give_up(active, output, f"{what}: {type(error).__name__}: {error}")
                 continue
             active.turn.push(TurnDelta(text=text, tokens=(output.token,)))
             if output.finished or active.answer.stopped:
@@ -331,6 +333,12 @@ class TurnLoop:
                     self.scheduler.end(active.request, self._clock())
                 stopped = output.stopped or active.answer.stopped
                 self._commit(active, FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+    def _give_up(self, active: ActiveTurn, output: RequestOutput, why: str) -> None:
+        logger.error("a turn of conversation %r is given up: %s", active.state.id, why)
+        if not output.finished:
+            self.scheduler.end(active.request, self._clock())
+        self._end(active, EngineError(why))
 
     def _check_and_poison(self) -> None:
         self.cache.check_integrity()

@@ -132,6 +132,8 @@ class SampleOutput:
 
     token_ids: Array
     """i32[S]"""
+    sound: Array
+    """bool[S]: False where the logits hold NaN, so that the token means nothing."""
     for_next_step: Array | None
     """i32[max_samples]: the same, padded: one shape whatever S is."""
     logprobs: Array | None
@@ -202,6 +204,8 @@ def sample(logits: jax.Array, arrays: SamplingArrays) -> SampleOutput:
     if arrays.penalties is not None:
         scores = _penalise(scores, arrays.penalties)
     token_ids = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    # Of scores with NaN among them the first NaN counts as the largest.
+    sound = ~jnp.isnan(jnp.take_along_axis(scores, token_ids[:, None], axis=-1)[:, 0])
     if arrays.draw is not None:
         drawn = _draw(scores, arrays.draw, arrays.filters)
         token_ids = jnp.where(jnp.asarray(arrays.draw.temperature) > 0, drawn, token_ids)
@@ -215,6 +219,7 @@ def sample(logits: jax.Array, arrays: SamplingArrays) -> SampleOutput:
             top_logprobs = top_logits - log_total
     return SampleOutput(
         token_ids=token_ids,
+        sound=sound,
         for_next_step=jnp.pad(token_ids, (0, arrays.max_samples - len(token_ids))),
         logprobs=logprobs,
         top_ids=top_ids,

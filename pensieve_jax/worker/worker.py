@@ -72,13 +72,18 @@ class PendingStep:
             Exception: whatever the device raised; the pool is lost then and `Worker.reset` has to be called.
         """
         tokens: Sequence[SampledToken] = ()
+        unsound: frozenset[int] = frozenset()
         if self._output is not None:
             tokens = to_sampled_tokens(self._output, [request for _, request in self._samples])
+            sound = np.asarray(self._output.sound)[: len(tokens)]
+            if not sound.all():
+                unsound = frozenset(self._samples[row][0] for row in np.flatnonzero(~sound).tolist())
         done, failed = self._mover.ended(wait=self._wait_for_copies) if self._mover else ((), ())
         return StepResult(
             samples={request_id: token for (request_id, _), token in zip(self._samples, tokens, strict=True)},
             finished_swap_outs=done,
             failed_swap_outs=failed,
+            unsound=unsound,
         )
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.errors import EngineError, InvalidArgumentError
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.engine.audit import Auditor, CheckCounters
 from pensieve_jax.store.log import _pack
@@ -105,6 +105,28 @@ def test_healthy_engine_finds_nothing(engine):
     assert after.pages_summed > before.pages_summed
     assert after.pages_verified == before.pages_verified + 3
     assert after.pages_damaged == before.pages_damaged
+
+
+# -- not a number --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_fault_36_nan_ends_its_turn_and_no_token_of_it_is_given_out(run_ahead):
+    """A page that was freed too early would look like this. The turn after computes everything anew."""
+    with small_engine(run_ahead=run_ahead) as engine:
+        chat, other = Chat(engine), Chat(engine)
+        chat.turn(ids(70), 5)
+        cache = engine._turns.cache
+        page = cache._ledger.device_page[cache._conversations[chat.id].chunks[1]]
+        engine._turns.parts.worker.poison([page])
+        beside = other.submit(ids(40, seed=3), max_tokens=8)
+        turn, queued = chat.submit([7, 8], max_tokens=9), chat.submit([9])
+        with pytest.raises(EngineError, match="the model's logits are NaN"):
+            next(iter(turn))
+        chat.assert_rolled_back()
+        assert places(chat.check(queued, [9]).receipt) == (0, 0, 74)
+        other.check(beside, ids(40, seed=3))
+        drain(engine)
 
 
 # -- turns computed again ------------------------------------------------------------------------

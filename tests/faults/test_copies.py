@@ -87,7 +87,7 @@ def test_4_no_answer_holds_tokens_of_another_conversation_after_swaps(engine):
     hosts = 0
     for number in range(4):
         for index, chat in enumerate(chats):
-            hosts += chat.turn(ids(40, seed=10 * number + index), 3).receipt.tokens_from_host
+            hosts += chat.turn(ids(60, seed=10 * number + index), 3).receipt.tokens_from_host
     assert hosts > 0
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.multi_token_attention.shapes import SHAPES
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / ".cache" / "aot"
 OTHERS = ["d64_odd_group", "page_16", "page_64", "page_128"]
-SPILLED_BYTES = 160
+SPILLED_BYTES = 256
 """Addresses of barriers and the like, kept in local memory outside the loops over keys."""
 
 pytestmark = pytest.mark.skipif(
@@ -33,6 +33,6 @@ def test_compiles_within_the_limits(half):
     assert [result["case"] for result in results] == cases
     for result in results:
         # Shared memory over the limit would have been refused.
-        assert len(result["spilled_bytes"]) == 2 and max(result["spilled_bytes"]) <= SPILLED_BYTES, result
+        assert len(result["spilled_bytes"]) == 1 and max(result["spilled_bytes"]) <= SPILLED_BYTES, result
         assert not result["serialized"], result
-        assert result["temp_bytes"] < 12e6, result
+        assert result["temp_bytes"] < 20e6, result  # the parts; every pool but the smallest is larger

@@ -83,16 +83,16 @@ def test_matches_reference_without_races(lens, heads, soft_cap, capsys):
 
 def test_a_planted_race_is_found(monkeypatch, capsys):
     """A slot is given back before its keys were read: the producer's next copy races with the product."""
-    scores = mosaic._Consumer.scores
+    scores, release = mosaic._Consumer.scores, mosaic._Consumer.release
 
-    def careless(self, queries, slot, meanwhile=None):
-        self.release(slot)
-        monkeypatch.setattr(mosaic._Consumer, "release", lambda *_: None)
-        result = scores(self, queries, slot, meanwhile)
+    def careless(self, queries, slot):
+        release(self, slot)
+        monkeypatch.setattr(mosaic._Consumer, "release", forget)
+        return scores(self, queries, slot)
+
+    def forget(self, slot):
         monkeypatch.setattr(mosaic._Consumer, "release", release)
-        return result
 
-    release = mosaic._Consumer.release
     monkeypatch.setattr(mosaic._Consumer, "scores", careless)
     run(*batch([(1, 3000)], heads=4, kv_heads=1))
     assert RACE in capsys.readouterr().out

@@ -10,7 +10,6 @@ from pallas_kernels.multi_token_attention.schedule import (
     BLOCK_KV,
     INVARIANT_SPLIT_BLOCKS,
     ITEM_FIELDS,
-    MERGE_FIELDS,
     PARTIAL,
     TILE_Q,
     WIDE,
@@ -40,7 +39,7 @@ def make(lens, *, heads, kv_heads, spare=0, num_ctas=132, **options):
 
 
 def items_of(schedule):
-    items = schedule.items[: schedule.cta_begin[-1]]
+    items = schedule.items[: schedule.runs[-1, -1], : len(ITEM_FIELDS)]
     return [dict(zip(ITEM_FIELDS, map(int, line), strict=True)) for line in items]
 
 
@@ -69,7 +68,7 @@ def test_every_query_sees_its_keys_once(lens, heads, num_ctas, spare, batch_inva
     row_of = np.repeat(np.arange(len(lens)), [q for q, _ in lens])
     blocks = np.zeros((total + spare, num_heads), int)  # blocks of keys computed for each query
     written = np.zeros((total + spare, num_heads), int)
-    parts = {}
+    merges = {}
     for item in items_of(schedule):
         if item["kind"] == WIDE:
             assert item["token"] % ALIGN == 0
@@ -91,17 +90,22 @@ def test_every_query_sees_its_keys_once(lens, heads, num_ctas, spare, batch_inva
             )
         assert all(h // group == item["kv_head"] for h in heads_of)
         if item["kind"] == PARTIAL:
-            parts[item["part"]] = (item["head"], item["token"], item["stop"])
+            same = tuple(item[name] for name in ("head", "token", "stop", "first_part", "parts"))
+            assert 0 <= item["part"] - item["first_part"] < item["parts"]
+            merges.setdefault(item["merge"], (same, set()))
+            assert merges[item["merge"]][0] == same
+            merges[item["merge"]][1].add(item["part"])
     want = np.concatenate([-(-(position + 1) // BLOCK_KV), np.zeros(spare)])
     np.testing.assert_array_equal(blocks, np.repeat(want[:, None], num_heads, axis=1))
-    for line in schedule.merges:
-        merge = dict(zip(MERGE_FIELDS, map(int, line), strict=True))
-        for part in range(merge["first"], merge["first"] + merge["count"]):
-            assert parts.pop(part) == (merge["head"], merge["token"], merge["num_tokens"])
-        if merge["count"]:
-            tokens = slice(merge["token"], merge["token"] + merge["num_tokens"])
-            written[tokens, merge["head"] : merge["head"] + group] += 1
-    assert not parts and (written == 1).all() and starts[-1] == total
+    for (head, token, stop, first, count), parts in merges.values():
+        assert parts == set(range(first, first + count))
+        written[token : token + stop, head : head + group] += 1
+    assert set(merges) == set(range(len(merges))) and len(merges) <= len(schedule.arrived)
+    assert (written == 1).all() and starts[-1] == total and not schedule.arrived.any()
+    kinds = schedule.items[:, 0]
+    for first, narrow, rest, end in schedule.runs:
+        assert (kinds[first:narrow] == WIDE).all() and (kinds[rest:end] == WIDE).all()
+        assert (kinds[narrow:rest] != WIDE).all()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ def test_every_query_sees_its_keys_once(lens, heads, num_ctas, spare, batch_inva
 def test_shares_are_equal(lens):
     schedule = make(lens, heads=40, kv_heads=10)
     items = items_of(schedule)
-    cta = np.searchsorted(schedule.cta_begin, np.arange(len(items)), side="right") - 1
+    cta = np.searchsorted(schedule.runs[:, 0], np.arange(len(items)), side="right") - 1
     blocks = np.array([i["end"] - i["begin"] for i in items]) * [
         1.0 if i["kind"] == WIDE else 0.45 for i in items
     ]
@@ -121,9 +125,7 @@ def test_shares_are_equal(lens):
 def test_shapes_depend_on_the_maxima_alone():
     a = make([(1, 3000)] * 9, heads=32, kv_heads=8)
     b = make([(1, 7)] * 9, heads=32, kv_heads=8)
-    assert [x.shape for x in (a.items, a.merges, a.cta_begin)] == [
-        x.shape for x in (b.items, b.merges, b.cta_begin)
-    ]
+    assert [x.shape for x in (a.items, a.arrived, a.runs)] == [x.shape for x in (b.items, b.arrived, b.runs)]
 
 
 def test_batch_invariant_cuts_depend_on_the_row_alone():

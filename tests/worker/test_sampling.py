@@ -323,3 +323,12 @@ def test_penalties_on_a_token_that_only_the_device_knows(name: str) -> None:
     assert to_sampled_tokens(output, guessed) == run(logits, known)
     assert run_ids(logits, known) != run_ids(logits, guessed), "the token matters"
     assert np.asarray(output.for_next_step).tolist() == [*np.asarray(output.token_ids).tolist(), 0]
+
+
+def test_rows_with_nan_are_not_sound():
+    logits = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
+    logits[1, 7] = logits[3, 49] = np.nan
+    logits[2, :49] = -np.inf
+    requests = [make_request(SamplingParams(temperature=t, seed=1)) for t in (0.0, 0.0, 1.0, 1.0)]
+    output = sample(jnp.asarray(logits), pack(requests, padded_rows=4, vocab_size=50))
+    assert output.sound.tolist() == [True, False, True, False]
