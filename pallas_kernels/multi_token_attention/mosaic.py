@@ -9,7 +9,7 @@ the schedule cut, the CTA that is done last merges the parts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,6 @@ def attention_mosaic(
     need(page_size in (16, 32, 64, 128), "kv_pages", f"page_size {page_size}", "16, 32, 64 or 128")
     group = num_heads // num_kv_heads
     need(group <= 16, "q", f"{group} heads for each KV head", "at most 16")
-    need(sliding_window is None, "sliding_window", sliding_window, "None")
     need(scale > 0, "scale", scale, "above 0")
     if schedule is None:
         raise UnsupportedInputError("mosaic: plan: made without num_heads and num_kv_heads")
@@ -133,6 +132,7 @@ def attention_mosaic(
         page_size=page_size,
         scale=scale,
         logit_soft_cap=logit_soft_cap,
+        sliding_window=sliding_window,
         interpret=interpret,
     )
     out = _attention_call(shape, schedule, q, kv_pages, jnp.asarray(plan.page_table))
@@ -252,15 +252,20 @@ def _attention_kernel(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _read_item(scratch: dict[str, Any], number: jax.Array) -> _Item:
-    """The CTA's item of that number, from shared memory."""
+def _read_item(shape: KernelShape, scratch: dict[str, Any], number: jax.Array) -> _Item:
+    """The CTA's item of that number, from shared memory, without blocks before the window of all its rows."""
     place = lax.rem(number, jnp.int32(NUM_ITEMS))
-    return _Item(**{name: scratch["item_ring"][place, column] for column, name in enumerate(ITEM_FIELDS)})
+    item = _Item(**{name: scratch["item_ring"][place, column] for column, name in enumerate(ITEM_FIELDS)})
+    if shape.sliding_window is None:
+        return item
+    first_key = item.position + item.skip + 1 - shape.sliding_window
+    first_block = lax.div(jnp.maximum(first_key, 0), jnp.int32(BLOCK_KV))
+    return replace(item, begin=jnp.clip(first_block, item.begin, item.end - 1))
 
 
-def _wait_item(scratch: dict[str, Any], number: jax.Array) -> _Item:
+def _wait_item(shape: KernelShape, scratch: dict[str, Any], number: jax.Array) -> _Item:
     plgpu.barrier_wait(scratch["item_loaded"].at[lax.rem(number, jnp.int32(NUM_ITEMS))])
-    return _read_item(scratch, number)
+    return _read_item(shape, scratch, number)
 
 
 def _one(scratch: dict[str, Any], name: str, index: jax.Array | int) -> Any:
@@ -299,7 +304,7 @@ class _Producer:
         def load(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             filled, after_narrow = carry
             load_item(i + 2)
-            item = _wait_item(scratch, i - first)
+            item = _wait_item(self.shape, scratch, i - first)
             filled = self.load_blocks(item, i > first, after_narrow, filled)
             return filled, item.kind != WIDE
 
@@ -418,7 +423,7 @@ class _Consumer:
 
         def item_step(i: jax.Array, carry: tuple[jax.Array, _State, jax.Array]) -> Any:
             filled, before, weights = carry
-            item = _wait_item(self.scratch, i - self.first)
+            item = _wait_item(self.shape, self.scratch, i - self.first)
             position = item.position + (_part_of(self.shape, item, self.index)[0] - item.token)
             step = partial(self.step, item, filled, queries, position)
             plgpu.barrier_wait(_one(self.scratch, "wide_queries", self.index))
@@ -494,7 +499,8 @@ class _Consumer:
         def softmax(scores: jax.Array) -> Any:
             self.release(slot)
             pl.when(block + 1 == item.end)(self.queries_used)
-            result = self.softmax(scores, state.peak, state.total, block, block >= item.full, last_key)
+            masked = self.masked(item, block, position + TILE_Q - 1)
+            result = self.softmax(scores, state.peak, state.total, block, masked, last_key)
             # A wait also keeps the compiler from moving this work behind the end of the other product.
             self.wait_loaded(slot + 1)
 
@@ -520,7 +526,7 @@ class _Consumer:
 
     def store_wide(self, number: jax.Array, state: _State) -> None:
         """The output of the CTA's wide item of that number among all items."""
-        item = _read_item(self.scratch, number - self.first)
+        item = _read_item(self.shape, self.scratch, number - self.first)
         output = _normalised(state.output, state.total.sum(axis=1)).astype(self.shape.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         token, head = _part_of(self.shape, item, self.index)
@@ -562,7 +568,7 @@ class _Consumer:
         """
         filled, parts_end = carry
         shape, scratch = self.shape, self.scratch
-        item = _wait_item(scratch, i - self.first)
+        item = _wait_item(self.shape, scratch, i - self.first)
         blocks = item.end - item.begin
         queries = scratch["queries"].at[0]
 
@@ -589,8 +595,9 @@ class _Consumer:
             self.wait_loaded(slot)
             scores = self.scores(queries, slot)
             self.release(slot)
+            masked = self.masked(item, block, item.position + item.stop - 1)
             peak, total, fade, weights = self.softmax(
-                scores, state.peak, state.total, block, block >= item.full, last_key
+                scores, state.peak, state.total, block, masked, last_key
             )
             self.wait_loaded(slot + 1)
             valid = item.kv_len - block * BLOCK_KV
@@ -691,6 +698,13 @@ class _Consumer:
         plgpu.commit_smem()
         return product
 
+    def masked(self, item: _Item, block: jax.Array, last_position: jax.Array) -> jax.Array:
+        """Whether a row of the item, the last of which stands there, doesn't see the whole block."""
+        masked = block >= item.full
+        if self.shape.sliding_window is not None:
+            masked |= block * BLOCK_KV <= last_position - self.shape.sliding_window
+        return masked
+
     def softmax(
         self,
         scores: jax.Array,
@@ -712,7 +726,11 @@ class _Consumer:
 
         def mask() -> jax.Array:
             key = block * BLOCK_KV + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
-            return jnp.where(key <= last_key(), scores, -jnp.inf)
+            last = last_key()
+            seen = key <= last
+            if shape.sliding_window is not None:
+                seen &= key > last - shape.sliding_window
+            return jnp.where(seen, scores, -jnp.inf)
 
         scores = lax.cond(masked, mask, lambda: scores)
         new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)

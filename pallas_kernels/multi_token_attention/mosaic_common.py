@@ -25,6 +25,7 @@ class KernelShape:
     page_size: int
     scale: float
     logit_soft_cap: float | None
+    sliding_window: int | None
     interpret: Any
     """`plgpu.InterpretGPUParams` on a machine without the GPU; None: compile."""
 

@@ -1,4 +1,4 @@
-"""The Hopper kernel compiled ahead of time for an H200: every named shape, on a machine without a GPU."""
+"""The Hopper kernel compiled ahead of time for an H200, on a machine without a GPU."""
 
 import json
 import subprocess
@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels.multi_token_attention.shapes import SHAPES
-
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / ".cache" / "aot"
+NAMED = [
+    "decode_64x4096_h32kv8",
+    "decode_64x4096_h40kv40",
+    "prefill_1x16384_h40kv10",
+    "mixed_60x2048_4x512_over_4096_h40kv10",
+]
+"""Of each choice of heads: the other named shapes differ only in sizes."""
 OTHERS = ["d64_odd_group", "page_16", "page_64", "page_128"]
 SPILLED_BYTES = 256
 """Addresses of barriers and the like, kept in local memory outside the loops over keys."""
@@ -23,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_compiles_within_the_limits(half):
-    cases = [*SHAPES, *OTHERS][half::2]
+    cases = [*NAMED, *OTHERS][half::2]
     script = Path(__file__).parent / "compile_for_h200.py"
     done = subprocess.run(
         [sys.executable, script, PARTS, *cases], capture_output=True, text=True, check=False, timeout=280

@@ -10,7 +10,8 @@ from pallas_kernels.multi_token_attention import multi_token_attention, plan_att
 
 pytestmark = pytest.mark.gpu_kernel
 
-run = jax.jit(multi_token_attention, static_argnames=("implementation", "scale", "logit_soft_cap"))
+OPTIONS = ("implementation", "scale", "logit_soft_cap", "sliding_window")
+run = jax.jit(multi_token_attention, static_argnames=OPTIONS)
 
 
 def random_batch(rng, lens, *, heads, kv_heads, head_dim, page_size, dtype, max_rows, max_tokens, **options):
@@ -103,6 +104,19 @@ def test_soft_cap_and_batch_invariance():
     )
     one = run(q[:8], pool, alone, implementation="mosaic", logit_soft_cap=20.0)
     np.testing.assert_array_equal(np.asarray(one[0], np.float32), got[0])
+
+
+@pytest.mark.parametrize("window", [1, 100, 1000])
+def test_sliding_window(window):
+    rng = np.random.default_rng()
+    sizes = {"heads": 16, "kv_heads": 4, "head_dim": 128, "page_size": 32, "dtype": np.float16}
+    lens = [(1, 9000), (1, 700), (100, 900), (300, 2500)]
+    q, pool, plan = random_batch(rng, lens, max_rows=4, max_tokens=408, **sizes)
+    got = np.asarray(run(q, pool, plan, implementation="mosaic", sliding_window=window), np.float32)
+    want = reference_attention(
+        np.asarray(q, np.float32), pool.astype(np.float32), plan, sliding_window=window
+    )
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
 
 
 def test_pool_beyond_two_to_the_31_elements():

@@ -51,31 +51,37 @@ def small_grid(monkeypatch):
     monkeypatch.setattr(plan, "plan_schedule", functools.partial(plan.plan_schedule, num_ctas=4))
 
 
-def run(q, pool, attention_plan, soft_cap=None):
+def run(q, pool, attention_plan, soft_cap=None, window=None):
     return mosaic.attention_mosaic(
         jnp.asarray(q),
         jnp.asarray(pool),
         attention_plan,
         scale=q.shape[2] ** -0.5,
-        sliding_window=None,
+        sliding_window=window,
         logit_soft_cap=soft_cap,
         interpret=INTERPRETER,
     )
 
 
 @pytest.mark.parametrize(
-    ("lens", "heads", "soft_cap"),
+    ("lens", "heads", "soft_cap", "window"),
     [
-        ([(1, 900), (1, 40), (3, 129)], (4, 1), None),  # decode, cut and merged
-        ([(70, 200), (1, 500), (130, 130)], (4, 2), None),  # mixed, rows off the alignment
-        ([(70, 200), (90, 128)], (3, 3), 5.0),  # an odd group
+        ([(1, 900), (1, 40), (3, 129)], (4, 1), None, None),  # decode, cut and merged
+        ([(70, 200), (1, 500), (130, 130)], (4, 2), None, None),  # mixed, rows off the alignment
+        ([(70, 200), (90, 128)], (3, 3), 5.0, None),  # an odd group
+        ([(70, 500), (1, 900), (3, 700)], (4, 2), None, 150),  # parts before the window
+        ([(100, 300), (1, 40)], (3, 3), None, 7),
     ],
 )
-def test_matches_reference_without_races(lens, heads, soft_cap, capsys):
+def test_matches_reference_without_races(lens, heads, soft_cap, window, capsys):
     q, pool, attention_plan = batch(lens, heads=heads[0], kv_heads=heads[1])
-    got = np.asarray(run(q, pool, attention_plan, soft_cap), np.float32)
+    got = np.asarray(run(q, pool, attention_plan, soft_cap, window), np.float32)
     want = reference_attention(
-        q.astype(np.float32), pool.astype(np.float32), attention_plan, logit_soft_cap=soft_cap
+        q.astype(np.float32),
+        pool.astype(np.float32),
+        attention_plan,
+        logit_soft_cap=soft_cap,
+        sliding_window=window,
     )
     assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want)
     assert RACE not in capsys.readouterr().out
@@ -105,7 +111,6 @@ def test_what_it_does_not_compute_is_refused():
         ("dtype", lambda: refuse(q.astype(np.float32), pool.astype(np.float32), attention_plan)),
         ("head_dim", lambda: refuse(q[..., :32], pool[..., :32], attention_plan)),
         ("page_size", lambda: refuse(q, pool[:, :, :, :8], attention_plan)),
-        ("sliding_window", lambda: refuse(q, pool, attention_plan, sliding_window=9)),
         ("heads, tokens", lambda: refuse(q[:, :2], pool, attention_plan)),
     ]:
         with pytest.raises(UnsupportedInputError, match=match):
