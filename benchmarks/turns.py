@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.records import ROOT, record, replace_records
+from pensieve_jax.records import ROOT, record, replace_records
 
 RESULTS = ROOT / "benchmarks" / "results" / "turns-cpu.jsonl"
 LATE = 5

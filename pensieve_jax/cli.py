@@ -373,10 +373,24 @@ def profile(context: typer.Context) -> None:
     _pass_on(context, command)
 
 
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("step", context_settings=PASSED_ON)
+def bench_step(context: typer.Context) -> None:
+    """Measure a model's steps beside their floors; `pensieve bench step --help` lists the settings."""
+    _prepare(debug=False)
+    _start_jax()
+    from pensieve_jax.bench.command import bench_step as command
+
+    _pass_on(context, command)
+
+
 def _pass_on(context: typer.Context, command: Callable[..., None]) -> None:
     inner = typer.Typer(add_completion=False)
     inner.command()(_command(command))
-    inner(args=context.args, prog_name=f"pensieve {context.info_name}")
+    inner(args=context.args, prog_name=context.command_path)
 
 
 @app.command()

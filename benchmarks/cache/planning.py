@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.records import record, replace_records
 from host_cache.config import CacheConfig
 from host_cache.cost_model import analytic_cost
 from host_cache.manager import CacheManager
 from host_cache.policies import make_policy
 from pensieve_jax.core.plans import StepResult, StepStart
 from pensieve_jax.core.types import SampledToken, SamplingParams
+from pensieve_jax.records import record, replace_records
 from pensieve_jax.scheduler.request import Request
 from pensieve_jax.scheduler.scheduler import Scheduler, SchedulerConfig
 

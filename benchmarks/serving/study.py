@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.curves import throughput_at
-from benchmarks.records import ROOT, command_line, commit, gpu, record, replace_records
 from benchmarks.serving.clock import RunClock
 from benchmarks.serving.models import ModelChoice
 from benchmarks.serving.run import Opener, RunSettings, ServerSettings, live, run_once
 from benchmarks.serving.systems.base import System, SystemUnavailableError
 from benchmarks.workloads import Workload, WorkloadSettings, make_workload
+from pensieve_jax.records import ROOT, command_line, commit, gpu, record, replace_records
 from pensieve_jax.versions import processor
 
 SATURATED = 4.0

@@ -1,14 +1,8 @@
 """Lines of `benchmarks/results/simulate-cpu.jsonl`, and the conversations that the scripts here simulate."""
 
-import sys
-from pathlib import Path
-
 from pensieve_jax.assets import DEFAULT_FOLDER, fetch_sharegpt
+from pensieve_jax.records import ROOT, record, replace_records
 from pensieve_jax.simulator import read_workload
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-from benchmarks.records import record, replace_records  # noqa: E402 (found beside this folder)
 
 RESULTS = ROOT / "benchmarks" / "results" / "simulate-cpu.jsonl"
 IMAGES = ROOT / "docs" / "images"
@@ -20,7 +14,7 @@ def sharegpt():
 
 
 def line(case, metric, value, unit, **others):
-    """One result; see `benchmarks.records.record`."""
+    """One result; see `pensieve_jax.records.record`."""
     return record(bench="simulate", case=case, metric=metric, value=value, unit=unit, **others)
 
 

@@ -79,14 +79,14 @@ def abstract_model(config: Mapping[str, Any], *, dtype: np.dtype) -> ServableMod
 
 
 _LEAF_NAMES: Mapping[str, str] = MappingProxyType(
-    {"kernel": "weight", "scale": "weight", "table": "weight", "bias": "bias"}
+    {"weight": "weight", "scale": "weight", "table": "weight", "bias": "bias"}
 )
 
 
 def checkpoint_tensor_name(parameter: str, family: ModelFamily) -> str:
     """The checkpoint's name of a parameter: modules are named as in transformers, so only ends differ.
 
-    `layers.0.mlp.up_proj.kernel` -> `model.layers.0.mlp.up_proj.weight`.
+    `layers.0.mlp.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`.
     """
     *modules, leaf = parameter.split(".")
     if modules[0] in ("embedding", "head"):

@@ -4,7 +4,7 @@ A module holds whole arrays when it is made and sees local ones inside `shard_ma
 global sizes, so a difference between the two says that an array is split.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import jax
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pallas_kernels.norm import layer_norm, rms_norm
+from pallas_kernels.skinny_matmul import products
 from pensieve_jax.models.interface import LayerContext
 from pensieve_jax.parallel import all_gather, axis_index, psum
 
@@ -35,13 +37,8 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: np.dtype) -> nnx.Para
     return nnx.Param((INIT_STDDEV * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
 
 
-def _precision(dtype: np.dtype) -> jax.lax.Precision:
-    # Whoever asks for float32 weights wants float32 products, not the TF32 that a GPU takes by default.
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-
 class Linear(nnx.Module):
-    """y = x W + b with the kernel [in, out].
+    """y = x W^T + b with the weight [out, in], as in checkpoints: a feature's weights are one run of bytes.
 
     Column-parallel use needs nothing: a shard has some of the outputs. A row-parallel one has some of the
     inputs; it sums the partial products over the shards in float32 and adds the bias once.
@@ -58,25 +55,55 @@ class Linear(nnx.Module):
         row_parallel: bool = False,
     ) -> None:
         self.row_parallel = row_parallel
-        self.kernel = _normal(rngs, (in_features, out_features), dtype)
+        self.weight = _normal(rngs, (out_features, in_features), dtype)
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        """[num_tokens, in] -> [num_tokens, out], in the dtype of `x`."""
-        axis_name = context.axis_name if self.row_parallel else None
-        # Products always accumulate in float32; asking for float32 results costs traffic, so only where
-        # something is still added to them.
-        adds_more = self.bias is not None or axis_name is not None
-        y = jnp.matmul(
-            x,
-            self.kernel[...],
-            precision=_precision(x.dtype),
-            preferred_element_type=jnp.float32 if adds_more else None,
-        )
-        y = psum(y, axis_name)
-        if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(x.dtype)
+    def __call__(
+        self,
+        x: jax.Array,
+        context: LayerContext,
+        *,
+        activation: str | None = None,
+        add: jax.Array | None = None,
+    ) -> jax.Array:
+        """[num_tokens, in] -> [num_tokens, out], in the dtype of `x`; then the activation, then the sum."""
+        return project(x, [self], context, activation=activation, add=add)[0]
+
+
+def project(
+    x: jax.Array,
+    linears: Sequence[Linear],
+    context: LayerContext,
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+    add: jax.Array | None = None,
+) -> list[jax.Array]:
+    """The same input through several projections of a kind, in one launch where there is a kernel for it.
+
+    Args:
+        x: [num_tokens, in].
+        linears: all with a bias or none; all row-parallel or none.
+        context: of the layer.
+        activation: one of `ACTIVATIONS`, in float32; None: none.
+        gated: of two projections, activation(first) * second, in float32.
+        add: [num_tokens, out]: added to the rounded result, or in a kernel before it is rounded.
+
+    Returns:
+        [num_tokens, out] in the dtype of `x` for each, or one if gated.
+    """
+    weights = [linear.weight[...] for linear in linears]
+    biases = [linear.bias[...] for linear in linears if linear.bias is not None]
+    function = None if activation is None else ACTIVATIONS[activation]
+    axis_name = context.axis_name if linears[0].row_parallel else None
+    if axis_name is None:
+        return products(x, weights, biases=biases, activation=function, gated=gated, add=add, overlap=True)
+    # What follows the product counts once, so it waits for the sum over the shards.
+    (y,) = products(x, weights, out_dtype=jnp.float32, overlap=True)
+    y = psum(y, axis_name)
+    y = y + biases[0].astype(jnp.float32) if biases else y
+    y = (y if function is None else function(y)).astype(x.dtype)
+    return [y if add is None else y + add]
 
 
 class RMSNorm(nnx.Module):
@@ -88,9 +115,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., features] -> the same shape and dtype."""
-        wide = x.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        return self.scale[...] * (wide * jax.lax.rsqrt(variance + self.epsilon)).astype(x.dtype)
+        return rms_norm(x, self.scale[...], epsilon=self.epsilon)
 
 
 class LayerNorm(nnx.Module):
@@ -103,13 +128,9 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., features] -> the same shape and dtype."""
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        y = centred * jax.lax.rsqrt(variance + self.epsilon)
-        if self.scale is not None and self.bias is not None:
-            y = y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
-        return y.astype(x.dtype)
+        scale = None if self.scale is None else self.scale[...]
+        bias = None if self.bias is None else self.bias[...]
+        return layer_norm(x, scale, bias, epsilon=self.epsilon)
 
 
 class Embedding(nnx.Module):
@@ -159,13 +180,7 @@ class LMHead(nnx.Module):
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         """[n, features] -> f32[n, vocab], whole on every shard."""
         table = self.table[...]
-        logits = jax.lax.dot_general(
-            x,
-            table,
-            (((1,), (1,)), ((), ())),
-            precision=_precision(x.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        (logits,) = products(x, [table], out_dtype=jnp.float32, overlap=True)
         if table.shape[0] == self.num_rows:
             return logits
         return all_gather(logits, context.axis_name, axis=1)

@@ -4,12 +4,11 @@ One module set; a `LlamaConfig` says which biases, norms, windows and rotary sca
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.kv_write import Rotary
 from pensieve_jax.models.interface import LayerContext
-from pensieve_jax.models.layers import ACTIVATIONS, Linear, LMHead, RMSNorm, TokenEmbedding
+from pensieve_jax.models.layers import Linear, LMHead, RMSNorm, TokenEmbedding, project
 from pensieve_jax.models.llama_config import LlamaConfig
 
 
@@ -45,17 +44,16 @@ class LlamaAttention(nnx.Module):
             row_parallel=True,
         )
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+    def __call__(self, x: jax.Array, context: LayerContext, *, residual: jax.Array) -> jax.Array:
+        """[num_tokens, hidden] -> [num_tokens, hidden], added to the residual stream."""
         # -1: a shard has its own share of the heads.
         head_shape = (x.shape[0], -1, self.head_dim)
-        q = self.q_proj(x, context).reshape(head_shape)
-        k = self.k_proj(x, context).reshape(head_shape)
-        v = self.v_proj(x, context).reshape(head_shape)
+        projections = project(x, [self.q_proj, self.k_proj, self.v_proj], context)
+        q, k, v = (y.reshape(head_shape) for y in projections)
         attended = context.rotate_and_attend(
             (q, k, v), self._rotary(context.positions), sliding_window=self.sliding_window
         )
-        return self.o_proj(attended.reshape(x.shape[0], -1), context)
+        return self.o_proj(attended.reshape(x.shape[0], -1), context, add=residual)
 
     def _rotary(self, positions: jax.Array) -> Rotary:
         cos, sin = self.rope(positions)
@@ -77,11 +75,11 @@ class LlamaMLP(nnx.Module):
             inner, hidden, use_bias=config.mlp_bias, dtype=dtype, rngs=rngs, row_parallel=True
         )
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        gate = ACTIVATIONS[self.activation](self.gate_proj(x, context).astype(jnp.float32))
-        gated = (gate * self.up_proj(x, context)).astype(x.dtype)
-        return self.down_proj(gated, context)
+    def __call__(self, x: jax.Array, context: LayerContext, *, residual: jax.Array) -> jax.Array:
+        """[num_tokens, hidden] -> [num_tokens, hidden], added to the residual stream."""
+        pair = [self.gate_proj, self.up_proj]
+        (gated,) = project(x, pair, context, activation=self.activation, gated=True)
+        return self.down_proj(gated, context, add=residual)
 
 
 class LlamaLayer(nnx.Module):
@@ -99,8 +97,8 @@ class LlamaLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), context)
-        return x + self.mlp(self.post_attention_layernorm(x), context)
+        x = self.self_attn(self.input_layernorm(x), context, residual=x)
+        return self.mlp(self.post_attention_layernorm(x), context, residual=x)
 
 
 class LlamaEmbedding(nnx.Module):

@@ -151,8 +151,8 @@ def _load_from_source(
     leaves, structure = jax.tree_util.tree_flatten_with_path(_with_shardings(model, mesh))
     targets = [target for _, target in leaves]
     names = _match_tensors(source, [parameter_name(path) for path, _ in leaves])
-    for target, (parameter, name) in zip(targets, names.items(), strict=True):
-        _check_shape(source.tensors[name], name, target.shape, is_transposed=_is_transposed(parameter))
+    for target, name in zip(targets, names.values(), strict=True):
+        _check_shape(source.tensors[name], name, target.shape)
     _check_leftover(source, set(names.values()))
 
     total_bytes = sum(int(np.prod(target.shape)) * target.dtype.itemsize for target in targets)
@@ -164,7 +164,7 @@ def _load_from_source(
         parameter, target = parameters[i], targets[i]
         view = source.read(names[parameter])
         # Always a copy: on the CPU an array may share the memory it is made of, and a file can change.
-        values = np.array(view.T if _is_transposed(parameter) else view, dtype=target.dtype, order="C")
+        values = np.array(view, dtype=target.dtype, order="C")
         arrays[i] = jax.block_until_ready(jax.device_put(values, target.sharding))
         done_bytes += values.nbytes
         if progress is not None:
@@ -172,11 +172,6 @@ def _load_from_source(
     nnx.update(model, jax.tree_util.tree_unflatten(structure, arrays))
     logger.info("loaded %s: %d parameters' arrays, %d bytes", model.spec.name, len(arrays), total_bytes)
     return model
-
-
-def _is_transposed(parameter: str) -> bool:
-    # Kernels are [in, out] here and [out, in] in checkpoints; tables are [rows, features] in both.
-    return parameter.endswith(".kernel")
 
 
 def _match_tensors(source: TensorSource, parameters: list[str]) -> dict[str, str]:
@@ -197,11 +192,10 @@ def _match_tensors(source: TensorSource, parameters: list[str]) -> dict[str, str
     return matched
 
 
-def _check_shape(info: TensorInfo, name: str, shape: tuple[int, ...], *, is_transposed: bool) -> None:
-    expected = shape[::-1] if is_transposed else shape
-    if info.shape != expected:
+def _check_shape(info: TensorInfo, name: str, shape: tuple[int, ...]) -> None:
+    if info.shape != shape:
         raise CheckpointError(
-            f"{info.file}: tensor {name} has shape {list(info.shape)}, expected {list(expected)}"
+            f"{info.file}: tensor {name} has shape {list(info.shape)}, expected {list(shape)}"
         )
 
 

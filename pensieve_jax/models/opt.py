@@ -4,7 +4,14 @@ import jax
 from flax import nnx
 
 from pensieve_jax.models.interface import LayerContext
-from pensieve_jax.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, LMHead, TokenEmbedding
+from pensieve_jax.models.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    LMHead,
+    TokenEmbedding,
+    project,
+)
 from pensieve_jax.models.opt_config import OptConfig
 
 POSITION_OFFSET = 2
@@ -43,15 +50,14 @@ class OptAttention(nnx.Module):
         self.v_proj = projection()
         self.out_proj = projection(row_parallel=True)
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+    def __call__(self, x: jax.Array, context: LayerContext, *, residual: jax.Array) -> jax.Array:
+        """[num_tokens, hidden] -> [num_tokens, hidden], added to the residual stream."""
         # -1: a shard has its own share of the heads.
         head_shape = (x.shape[0], -1, self.head_dim)
-        q = self.q_proj(x, context).reshape(head_shape)
-        k = self.k_proj(x, context).reshape(head_shape)
-        v = self.v_proj(x, context).reshape(head_shape)
+        projections = project(x, [self.q_proj, self.k_proj, self.v_proj], context)
+        q, k, v = (y.reshape(head_shape) for y in projections)
         attended = context.attend(q, k, v)
-        return self.out_proj(attended.reshape(x.shape[0], -1), context)
+        return self.out_proj(attended.reshape(x.shape[0], -1), context, add=residual)
 
 
 class OptLayer(nnx.Module):
@@ -79,13 +85,13 @@ class OptLayer(nnx.Module):
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         if self.norm_first:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), context)
-            return x + self._feed_forward(self.final_layer_norm(x), context)
-        x = self.self_attn_layer_norm(x + self.self_attn(x, context))
-        return self.final_layer_norm(x + self._feed_forward(x, context))
+            x = self.self_attn(self.self_attn_layer_norm(x), context, residual=x)
+            return self._feed_forward(self.final_layer_norm(x), context, residual=x)
+        x = self.self_attn_layer_norm(self.self_attn(x, context, residual=x))
+        return self.final_layer_norm(self._feed_forward(x, context, residual=x))
 
-    def _feed_forward(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        return self.fc2(ACTIVATIONS[self.activation](self.fc1(x, context)), context)
+    def _feed_forward(self, x: jax.Array, context: LayerContext, *, residual: jax.Array) -> jax.Array:
+        return self.fc2(self.fc1(x, context, activation=self.activation), context, add=residual)
 
 
 class OptEmbedding(nnx.Module):

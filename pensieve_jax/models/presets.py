@@ -1,15 +1,23 @@
 """Dimensions of known models by name, for measurements with random weights: times don't depend on weights."""
 
+import itertools
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pensieve_jax.core.errors import InvalidArgumentError
-from pensieve_jax.models.families import make_model
+from pensieve_jax.models.families import abstract_model
 from pensieve_jax.models.interface import ServableModel
+from pensieve_jax.models.layers import INIT_STDDEV
+from pensieve_jax.parallel import check_head_sharding, make_mesh, partition_specs
+from pensieve_jax.parallel.sharding import parameter_name
 
 PAPER_CONTEXT = 16_384
 """Longest context of the paper's evaluation (section 6.1), to which it extends its models."""
@@ -79,15 +87,50 @@ def preset(name: str) -> Mapping[str, Any]:
     return PRESETS[name]
 
 
-def random_model(name: str, *, dtype: np.dtype, seed: int = 0) -> ServableModel:
-    """A model of named dimensions with random weights, on the default device.
+def random_model(
+    dimensions: str | Mapping[str, Any], *, dtype: np.dtype, seed: int = 0, mesh: Mesh | None = None
+) -> ServableModel:
+    """A model with random weights, each made where it belongs; norms and biases are those of a fresh model.
 
     Args:
-        name: one of `PRESETS`.
+        dimensions: one of `PRESETS`, or what a config.json says.
         dtype: of the weights and KV.
         seed: of the weights.
+        mesh: a one-axis mesh over which weights are split; None puts them on the default device.
 
     Raises:
-        InvalidArgumentError: there is no such name.
+        InvalidArgumentError: there is no such name, or the model doesn't divide over the mesh.
+        CheckpointError, UnsupportedModelError: the configuration is wrong.
     """
-    return make_model(preset(name), dtype=dtype, rngs=nnx.Rngs(seed))
+    config = preset(dimensions) if isinstance(dimensions, str) else dimensions
+    model = abstract_model(config, dtype=dtype)
+    mesh = make_mesh(1) if mesh is None else mesh
+    check_head_sharding(
+        num_heads=model.spec.num_heads, num_kv_heads=model.spec.num_kv_heads, num_shards=mesh.size
+    )
+    state = nnx.state(model, nnx.Param)
+    numbers = itertools.count()
+
+    def weight(path: Any, leaf: Any, split: PartitionSpec) -> jax.Array:
+        return _weight(
+            jax.random.fold_in(jax.random.key(seed), next(numbers)),
+            kind=parameter_name(path).rpartition(".")[2],
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            sharding=NamedSharding(mesh, split),
+        )
+
+    splits = partition_specs(state, num_shards=mesh.size)
+    nnx.update(model, jax.tree_util.tree_map_with_path(weight, state, splits))
+    return model
+
+
+@partial(jax.jit, static_argnames=("kind", "shape", "dtype", "sharding"))
+def _weight(
+    key: jax.Array, *, kind: str, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+) -> jax.Array:
+    if kind in ("scale", "bias"):
+        values = jnp.full(shape, 1 if kind == "scale" else 0, dtype)
+    else:
+        values = (INIT_STDDEV * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    return jax.lax.with_sharding_constraint(values, sharding)

@@ -28,7 +28,7 @@ class PartitionRule:
 
     Attributes:
         pattern: regular expression, matched against the end of the dotted parameter name
-            (`layers.0.self_attn.q_proj.kernel`) from the start of a name part.
+            (`layers.0.self_attn.q_proj.weight`) from the start of a name part.
         spec: the split of each array axis.
         replicate_if_uneven: keep a whole copy on every shard where an axis does not divide, instead of
             raising. Only right for parameters whose module works either way.
@@ -44,15 +44,15 @@ class PartitionRule:
 
 
 PARTITION_RULES: tuple[PartitionRule, ...] = (
-    PartitionRule(pattern=r"(q|k|v|gate|up)_proj\.kernel|fc1\.kernel", spec=P(None, TENSOR_AXIS)),
+    PartitionRule(pattern=r"(q|k|v|gate|up)_proj\.weight|fc1\.weight", spec=P(TENSOR_AXIS, None)),
     PartitionRule(pattern=r"(q|k|v|gate|up)_proj\.bias|fc1\.bias", spec=P(TENSOR_AXIS)),
-    PartitionRule(pattern=r"(o|out|down)_proj\.kernel|fc2\.kernel", spec=P(TENSOR_AXIS, None)),
+    PartitionRule(pattern=r"(o|out|down)_proj\.weight|fc2\.weight", spec=P(None, TENSOR_AXIS)),
     # A row-parallel bias is added once, after the partial products are summed.
     PartitionRule(pattern=r"(o|out|down)_proj\.bias|fc2\.bias", spec=P()),
     PartitionRule(
         pattern=r"(embed_tokens|lm_head)\.table", spec=P(TENSOR_AXIS, None), replicate_if_uneven=True
     ),
-    PartitionRule(pattern=r"embed_positions\.table|project_(in|out)\.kernel", spec=P()),
+    PartitionRule(pattern=r"embed_positions\.table|project_(in|out)\.weight", spec=P()),
     PartitionRule(pattern=r"\w*norm\.(scale|bias)", spec=P()),
 )
 """The split of every parameter of the models in `pensieve_jax.models`."""

@@ -159,8 +159,8 @@ class ModelRunner:
         """Copy pages out of the pool, per layer [n, *page]; the pool's size in `pages` gives zeros."""
         return self._gather(self._pools, pages)
 
-    def fill(self, pages: np.ndarray, value: float) -> None:
-        """Overwrite pages in all layers, to show that nobody reads them any more."""
+    def fill(self, pages: np.ndarray, value: float | jax.Array) -> None:
+        """Overwrite pages in all layers with a number or a page [2, kv_heads, page_tokens, head_dim]."""
         self._pools = self._fill(self._pools, pages, value)
 
     # -- traced functions ------------------------------------------------------------------------
@@ -220,8 +220,10 @@ class ModelRunner:
         self, graphs: Any, states: Any, pools: list[jax.Array], batch: BatchArrays
     ) -> tuple[jax.Array, list[jax.Array]]:
         x = self._embed_step(graphs[0], states[0], batch)
+        # Layers that are alike are traced and lowered once: a step of 40 layers would take a minute.
+        layer_step = jax.jit(self._layer_step, static_argnums=0)
         written = []
         for graph, state, kv in zip(graphs[1:-1], states[1:-1], pools, strict=True):
-            x, kv = self._layer_step(graph, state, x, kv, batch)
+            x, kv = layer_step(graph, state, x, kv, batch)
             written.append(kv)
         return self._head_step(graphs[-1], states[-1], x, batch), written

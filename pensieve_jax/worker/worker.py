@@ -106,6 +106,11 @@ class Worker:
         self._layered = execution == "layered" or (execution == "auto" and on_cpu)
         self._previous = self._nothing_chosen()
 
+    @property
+    def runner(self) -> ModelRunner:
+        """What holds weights and device pool; for measurements."""
+        return self._runner
+
     def dispatch(self, plan: StepPlan) -> PendingStep:
         """Hand a step to the device, without waiting for its tokens. Steps run one after the other.
 

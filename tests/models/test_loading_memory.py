@@ -35,8 +35,7 @@ def write_random_checkpoint(folder: Path, dtype: np.dtype) -> None:
     tensors = {}
     for path, leaf in leaves:
         parameter = parameter_name(path)
-        shape = leaf.shape[::-1] if parameter.endswith(".kernel") else leaf.shape
-        values = rng.standard_normal(shape, np.float32).astype(dtype)
+        values = rng.standard_normal(leaf.shape, np.float32).astype(dtype)
         tensors[checkpoint_tensor_name(parameter, family_of(CONFIG))] = values
     save_file(tensors, folder / "model.safetensors")
 

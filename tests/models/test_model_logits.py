@@ -83,7 +83,7 @@ def test_heads_that_do_not_divide_are_refused():
 def test_feed_forward_that_does_not_divide_is_refused():
     config = small_config("llama") | {"intermediate_size": 49}
     model = make_model(config, dtype=np.dtype(np.float32), rngs=nnx.Rngs(0))
-    with pytest.raises(InvalidArgumentError, match=r"layers.0.mlp.down_proj.kernel of shape \(49, 32\)"):
+    with pytest.raises(InvalidArgumentError, match=r"layers.0.mlp.down_proj.weight of shape \(32, 49\)"):
         partition_specs(nnx.state(model), num_shards=2)
 
 

@@ -140,8 +140,8 @@ def test_random_weights_of_named_dimensions(monkeypatch):
     model = random_model("small", dtype=np.dtype(np.float32), seed=3)
     assert model.spec.num_kv_heads == 3
     again = random_model("small", dtype=np.dtype(np.float32), seed=3)
-    kernels = [m.layers[0].mlp.up_proj.kernel[...] for m in (model, again)]
-    assert np.array_equal(*kernels)
+    weights = [m.layers[0].mlp.up_proj.weight[...] for m in (model, again)]
+    assert np.array_equal(*weights)
 
 
 def test_the_kept_profile_is_of_the_model_that_its_name_says():

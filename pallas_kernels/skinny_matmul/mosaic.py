@@ -1,0 +1,338 @@
+"""Products of few rows with large matrices for Hopper GPUs, in Pallas Mosaic GPU.
+
+Every CTA has one tile of output features. A producer warpgroup copies its weights, and the activations of all
+tokens beside them, through a ring in shared memory with the bulk copy engine; one consumer warpgroup per 64
+tokens multiplies. Where there are fewer tiles than multiprocessors, the CTAs of a cluster share a tile: each
+has a stretch of the contracted axis, they exchange their sums through shared memory, and each adds up and
+stores its part of the columns, always in the same order.
+
+Weights don't depend on the kernel before: their copies start while that one still runs (programmatic
+dependent launch); only activations wait for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.skinny_matmul.epilogue import Epilogue
+from pallas_kernels.skinny_matmul.tiling import ALIGN, ROWS, Tiling
+
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+"""Registers of a thread after the split, with two consumers: 2 x 232 + 40 make the 3 x 168 that the CTA
+starts with. A single consumer has enough without."""
+WGMMA = plgpu.Layout.WGMMA
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+ACTIVATIONS: dict[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]] = {
+    jax.nn.silu: jax.nn.silu,
+    jax.nn.relu: lambda x: jnp.maximum(x, 0.0),
+}
+"""Activations that the kernel has, as it computes them."""
+
+
+def skinny_matmul_mosaic(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    add: jax.Array | None,
+    *,
+    tiling: Tiling,
+    epilogue: Epilogue,
+    out_dtype: Any,
+    overlap: bool,
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """The products with their epilogue.
+
+    Args:
+        x: [tokens, contracted], a multiple of 8 tokens.
+        weights: [features, contracted] each; if gated, all gates before all that they multiply.
+        biases: [features] each, or none.
+        add: [tokens, features] in `out_dtype`, or None.
+        tiling: of `plan_tiling` for these.
+        epilogue: what follows.
+        out_dtype: of the results.
+        overlap: whether weights may be read before the kernel before this one has ended.
+        interpret: `plgpu.InterpretGPUParams` on a machine without the GPU; None: compile.
+    """
+    tokens, _ = x.shape
+    together = epilogue.together
+    own = tiling.features // tiling.splits
+    rows = tiling.consumers * ROWS
+    tiled, exact = _swizzled(x.dtype, tiling.block_k), _swizzled(jnp.float32, own)
+    scratch: dict[str, Any] = {
+        "ring_x": plgpu.SMEM((tiling.num_slots, rows, tiling.block_k), x.dtype, transforms=tiled),
+        "ring_w": [
+            plgpu.SMEM((tiling.num_slots, tiling.features, tiling.block_k), x.dtype, transforms=tiled)
+            for _ in range(together)
+        ],
+        "staging": plgpu.SMEM((tiling.consumers, ROWS, tiling.chunk), out_dtype),
+        "loaded": plgpu.Barrier(num_barriers=tiling.num_slots, num_arrivals=1 + together),
+        "used": plgpu.Barrier(num_barriers=tiling.num_slots, num_arrivals=tiling.consumers),
+        "staged": plgpu.Barrier(num_barriers=tiling.consumers),
+    }
+    if tiling.splits > 1:
+        scratch["sums"] = plgpu.SMEM(
+            (tiling.consumers, tiling.splits - 1, together, ROWS, own), jnp.float32, transforms=exact
+        )
+        scratch["exchanged"] = plgpu.Barrier(
+            num_barriers=tiling.consumers, num_arrivals=(tiling.splits - 1) * together
+        )
+    clusters = {} if tiling.splits == 1 else {"cluster": (tiling.splits,), "cluster_names": ("split",)}
+    kernel = plgpu.kernel(
+        partial(_skinny_matmul, tiling, epilogue, len(weights), overlap, interpret is not None),
+        out_type=[
+            jax.ShapeDtypeStruct((tokens, w.shape[0]), out_dtype) for w in weights[: len(weights) // together]
+        ],
+        grid=(tiling.num_tiles,),
+        grid_names=("tile",),
+        num_threads=tiling.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name="skinny_matmul",
+        **clusters,
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(x, *weights, *biases, *([] if add is None else [add]))
+
+
+def _swizzled(dtype: Any, columns: int) -> tuple[Any, ...]:
+    """Tiles of 8 rows of at most 128 bytes, as the matrix unit and the copy engine want them."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * itemsize * 8)
+    return (
+        plgpu.TilingTransform((ALIGN, swizzle // itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )
+
+
+def _skinny_matmul(
+    tiling: Tiling,
+    epilogue: Epilogue,
+    num_weights: int,
+    overlap: bool,
+    interpreted: bool,
+    x: Any,
+    *refs: Any,
+    **scratch: Any,
+) -> None:
+    weights, refs = refs[:num_weights], refs[num_weights:]
+    biases, refs = (refs[:num_weights], refs[num_weights:]) if epilogue.biased else ((), refs)
+    cta = _Cta(
+        tiling=tiling,
+        epilogue=epilogue,
+        overlap=overlap and not interpreted,
+        x=x,
+        weights=weights,
+        biases=biases,
+        add=refs[0] if epilogue.adds else None,
+        outs=refs[1:] if epilogue.adds else refs,
+        tile=lax.axis_index("tile"),
+        split=lax.axis_index("split") if tiling.splits > 1 else 0,
+        warpgroup=lax.axis_index("warpgroup"),
+        scratch=scratch,
+    )
+
+    def take_registers(count: int, action: Literal["increase", "decrease"]) -> None:
+        if tiling.consumers > 1 and not interpreted:
+            plgpu.set_max_registers(count, action=action)
+
+    @pl.when(cta.warpgroup == tiling.consumers)
+    def _produce() -> None:
+        take_registers(PRODUCER_REGISTERS, "decrease")
+        if cta.overlap:
+            plgpu.griddepcontrol_launch_dependents()
+        cta.each_matrix(cta.stream)
+
+    @pl.when(cta.warpgroup < tiling.consumers)
+    def _consume() -> None:
+        take_registers(CONSUMER_REGISTERS, "increase")
+        if epilogue.adds:
+            cta.stage_add()
+        accumulator = plgpu.WGMMAAccumulatorRef((ROWS, tiling.features), jnp.float32)
+        sums = pl.run_scoped(cta.multiply, *[accumulator] * epilogue.together)
+        if tiling.splits > 1:
+            sums = cta.exchange(sums)
+        cta.each_matrix(partial(cta.store, sums))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cta:
+    """What one CTA works on. `scratch` is the call's; the rest are the kernel's arguments and its place."""
+
+    tiling: Tiling
+    epilogue: Epilogue
+    overlap: bool
+    x: Any
+    weights: Sequence[Any]
+    biases: Sequence[Any]
+    add: Any
+    outs: Sequence[Any]
+    tile: jax.Array
+    split: Any
+    warpgroup: jax.Array
+    scratch: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        """Blocks of this CTA's stretch of the contracted axis."""
+        return self.x.shape[1] // self.tiling.splits // self.tiling.block_k
+
+    @property
+    def own(self) -> int:
+        """Columns that this CTA adds up and stores."""
+        return self.tiling.features // self.tiling.splits
+
+    def each_consumer(self, run: Callable[[Any, Any], None]) -> None:
+        """Run with this consumer's tokens (the last one may have fewer) and where their output is staged."""
+        for i in range(self.tiling.consumers):
+            count = min(self.x.shape[0] - i * ROWS, ROWS)
+            staged = self.scratch["staging"].at[i, pl.ds(0, count)]
+            pl.when(self.warpgroup == i)(partial(run, pl.ds(i * ROWS, count), staged))
+
+    def slot(self, step: Any) -> jax.Array:
+        """The ring's slot of a step."""
+        return lax.rem(jnp.int32(step), jnp.int32(self.tiling.num_slots))
+
+    def each_matrix(self, run: Callable[[int, jax.Array], None]) -> None:
+        """Run with the number of the output that this CTA's tile belongs to, and the tile's first feature."""
+        first = 0
+        for i, out in enumerate(self.outs):
+            last = first + out.shape[1] // self.tiling.features
+            feature = pl.multiple_of((self.tile - first) * self.tiling.features, ALIGN)
+            pl.when((self.tile >= first) & (self.tile < last))(partial(run, i, feature))
+            first = last
+
+    def stream(self, i: int, feature: jax.Array) -> None:
+        """Copy a tile's weights, and the tokens' activations, as far ahead as the ring is long."""
+        tiling, loaded, used = self.tiling, self.scratch["loaded"], self.scratch["used"]
+        matrices = [self.weights[i + j * len(self.outs)] for j in range(self.epilogue.together)]
+
+        def stretch(step: Any) -> Any:
+            k = (self.split * self.steps + step) * tiling.block_k
+            return pl.ds(pl.multiple_of(k, tiling.block_k), tiling.block_k)
+
+        def load_weights(step: Any) -> None:
+            slot = self.slot(step)
+            for matrix, ring in zip(matrices, self.scratch["ring_w"], strict=True):
+                tile = matrix.at[pl.ds(feature, tiling.features), stretch(step)]
+                plgpu.copy_gmem_to_smem(tile, ring.at[slot], loaded.at[slot])
+
+        def load_tokens(step: Any) -> None:
+            slot, rows = self.slot(step), pl.ds(0, self.x.shape[0])
+            ring = self.scratch["ring_x"].at[slot, rows]
+            plgpu.copy_gmem_to_smem(self.x.at[rows, stretch(step)], ring, loaded.at[slot])
+
+        pl.loop(0, tiling.num_slots)(load_weights)
+        if self.overlap:
+            plgpu.griddepcontrol_wait()
+        pl.loop(0, tiling.num_slots)(load_tokens)
+
+        @pl.loop(tiling.num_slots, self.steps)
+        def _load(step: jax.Array) -> None:
+            plgpu.barrier_wait(used.at[self.slot(step)])
+            load_weights(step)
+            load_tokens(step)
+
+        @pl.loop(self.steps - tiling.num_slots, self.steps)
+        def _drain(step: jax.Array) -> None:
+            """No barrier may be in use when the CTA ends."""
+            plgpu.barrier_wait(used.at[self.slot(step)])
+
+    def stage_add(self) -> None:
+        """Start copying what is added to where the output will be staged."""
+        if self.overlap:
+            plgpu.griddepcontrol_wait()
+        first = pl.multiple_of(self.tile * self.tiling.features + self.split * self.own, ALIGN)
+
+        def copy(rows: Any, staged: Any) -> None:
+            source = self.add.at[rows, pl.ds(first, self.own)]
+            plgpu.copy_gmem_to_smem(source, staged, self.scratch["staged"].at[self.warpgroup])
+
+        self.each_consumer(copy)
+
+    def multiply(self, *sums: Any) -> list[jax.Array]:
+        """The products of this consumer's tokens with the tile's weights along this CTA's stretch."""
+
+        def release(step: Any) -> None:
+            plgpu.barrier_arrive(self.scratch["used"].at[self.slot(step)])
+
+        @pl.loop(0, self.steps)
+        def _step(step: jax.Array) -> None:
+            slot = self.slot(step)
+            plgpu.barrier_wait(self.scratch["loaded"].at[slot])
+            rows = pl.ds(pl.multiple_of(self.warpgroup * ROWS, ROWS), ROWS)
+            tokens = self.scratch["ring_x"].at[slot, rows]
+            for acc, ring in zip(sums, self.scratch["ring_w"], strict=True):
+                plgpu.wgmma(acc, tokens, ring.at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(len(sums))
+            pl.when(step > 0)(lambda: release(step - 1))
+
+        plgpu.wgmma_wait(0)
+        release(self.steps - 1)
+        return [acc[...] for acc in sums]
+
+    def exchange(self, sums: list[jax.Array]) -> list[jax.Array]:
+        """This CTA's columns of the sums, added up over the cluster."""
+        own, received, arrived = self.own, self.scratch["sums"], self.scratch["exchanged"]
+        mine = []
+        for which, acc in enumerate(sums):
+            parts = [acc[:, to * own : (to + 1) * own] for to in range(self.tiling.splits)]
+            kept = parts[0]
+            for to, part in enumerate(parts):
+
+                @pl.when(self.split != to)
+                def _send(to: int = to, part: jax.Array = part, which: int = which) -> None:
+                    place = self.split - (self.split > to).astype(jnp.int32)
+                    plgpu.async_store_smem(
+                        part,
+                        received.at[self.warpgroup, place, which],
+                        arrived.at[self.warpgroup],
+                        cluster_idx=jnp.int32(to),
+                        cluster_dim="split",
+                    )
+
+                kept = jnp.where(self.split == to, part, kept)
+            mine.append(kept)
+        plgpu.barrier_wait(arrived.at[self.warpgroup])
+        for which in range(len(mine)):
+            for place in range(self.tiling.splits - 1):
+                mine[which] += plgpu.load(received.at[self.warpgroup, place, which], layout=WGMMA)
+        return mine
+
+    def store(self, sums: list[jax.Array], i: int, feature: jax.Array) -> None:
+        """What follows the product, and the copy to the output, in chunks of columns."""
+        staging = self.scratch["staging"].at[self.warpgroup]
+        for column in range(0, self.own, self.tiling.chunk):
+            first = pl.multiple_of(feature + self.split * self.own + column, ALIGN)
+            columns = pl.ds(first, self.tiling.chunk)
+            result = self.finish([acc[:, column : column + self.tiling.chunk] for acc in sums], i, columns)
+            if self.epilogue.adds:
+                plgpu.barrier_wait(self.scratch["staged"].at[self.warpgroup])
+                result += plgpu.load(staging, layout=WGMMA, optimized=False).astype(jnp.float32)
+            staging[...] = result.astype(staging.dtype)
+            plgpu.commit_smem()
+            self.each_consumer(
+                lambda rows, staged, to=columns: plgpu.copy_smem_to_gmem(staged, self.outs[i].at[rows, to])
+            )
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def finish(self, sums: list[jax.Array], i: int, columns: Any) -> jax.Array:
+        """Biases, activation and gate."""
+        for j in range(len(sums)) if self.epilogue.biased else ():
+            bias = self.biases[i + j * len(self.outs)].at[columns]
+            bias = plgpu.load(bias, layout=COLUMNS, optimized=False).astype(jnp.float32)
+            sums[j] += lax.broadcast_in_dim(bias, sums[j].shape, [1])
+        result = sums[0]
+        if self.epilogue.activation is not None:
+            result = ACTIVATIONS[self.epilogue.activation](result)
+        return result * sums[1] if self.epilogue.gated else result

@@ -1,0 +1,123 @@
+"""How a product is cut: tiles of output features, and stretches of the contracted axis. Pure Python."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+NUM_SMS = 132
+"""Streaming multiprocessors of an H100 or H200 (SXM)."""
+CLUSTERED_SMS = {1: NUM_SMS, 2: NUM_SMS, 4: 120}
+"""CTAs in clusters of each size that surely run at once: a cluster lies in one of the chip's eight parts,
+which have 14 to 18 multiprocessors each. One that has to wait would double the time."""
+ROWS = 64
+"""Tokens of a consumer warpgroup: the rows of one Hopper matrix instruction."""
+MAX_TOKENS = 2 * ROWS
+BLOCK_K = 64
+"""Elements of the contracted axis in a slot of the ring: one line of 128 bytes of the swizzled layout."""
+ALIGN = 8
+"""Features of a tile are a multiple of it, and tokens as well."""
+MAX_TILE = 256
+"""Features of a tile at most: the columns of one matrix instruction, 128 accumulator registers a thread."""
+CHUNK = 64
+"""Output features that are stored at once, at most."""
+SHARED_BYTES = 212 * 1024
+"""Shared memory of a CTA. The rest of a multiprocessor's 228 KB is left to the small kernel before this one,
+so that both are there at once."""
+MAX_SLOTS = 12
+MIN_SLOTS = 3
+MEMORY_BYTES_PER_S = 4.28e12
+"""What an H200 reads from its memory: the rate of a copy."""
+CACHE_BYTES_PER_S = 6.5e12
+"""What all multiprocessors get through the L2 cache, about: weights, and activations again and again."""
+CTA_BYTES_PER_S = 70e9
+"""What one multiprocessor gets, about."""
+EXCHANGE_S = 1e-6
+"""What meeting in a cluster costs, about."""
+LIBRARY_BYTES_PER_S = 3.2e12
+"""At what rate XLA's products of few rows read weights: where the kernel wouldn't be faster, they stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How one product is cut.
+
+    Attributes:
+        features: output features of a tile.
+        splits: CTAs (one cluster) that share a tile, each with a stretch of the contracted axis.
+        num_slots: slots of the ring.
+        num_tiles: tiles of all matrices.
+        consumers: warpgroups that compute, each for 64 tokens.
+        chunk: output features that are stored at once.
+    """
+
+    features: int
+    splits: int
+    num_slots: int
+    num_tiles: int
+    consumers: int
+    chunk: int
+    block_k: int = BLOCK_K
+
+
+def plan_tiling(
+    *, tokens: int, sizes: Sequence[int], contracted: int, together: int, out_bytes: int, adds: bool
+) -> Tiling | None:
+    """The tiling that should take the least time, or None where none fits or would be faster than XLA.
+
+    Args:
+        tokens: rows of the product, a multiple of 8, at most `MAX_TOKENS`.
+        sizes: output features of each matrix.
+        contracted: length of the contracted axis.
+        together: matrices of which a CTA has the same tile at once (gate and up).
+        out_bytes: of an output element.
+        adds: whether something is added to the product, which waits where the output will be staged.
+    """
+    found = [
+        (_seconds(tokens, contracted, together, tiling), tiling)
+        for tiling in _candidates(tokens, sizes, contracted, together, out_bytes, adds)
+    ]
+    if not found:
+        return None
+    seconds, tiling = min(found, key=lambda pair: pair[0])
+    library_s = 2 * sum(sizes) * contracted / LIBRARY_BYTES_PER_S
+    return tiling if seconds < library_s else None
+
+
+def _candidates(
+    tokens: int, sizes: Sequence[int], contracted: int, together: int, out_bytes: int, adds: bool
+) -> Iterator[Tiling]:
+    consumers = -(-tokens // ROWS)
+    common = math.gcd(*sizes)
+    for splits, room in CLUSTERED_SMS.items():
+        if contracted % (splits * BLOCK_K):
+            continue
+        for features in range(ALIGN * splits, MAX_TILE // together + 1, ALIGN * splits):
+            num_tiles = sum(sizes) // features // together
+            if common % features or num_tiles * splits > room:
+                continue
+            own = features // splits
+            chunk = own if adds else max(c for c in range(ALIGN, CHUNK + 1, ALIGN) if own % c == 0)
+            fixed = consumers * ROWS * (chunk * out_bytes + (splits - 1) * own * together * 4)
+            slot = (features * together + consumers * ROWS) * BLOCK_K * 2
+            steps = contracted // splits // BLOCK_K
+            num_slots = min(MAX_SLOTS, steps, (SHARED_BYTES - fixed) // slot)
+            if num_slots >= MIN_SLOTS:
+                yield Tiling(
+                    features=features,
+                    splits=splits,
+                    num_slots=num_slots,
+                    num_tiles=num_tiles,
+                    consumers=consumers,
+                    chunk=chunk,
+                )
+
+
+def _seconds(tokens: int, contracted: int, together: int, tiling: Tiling) -> float:
+    """An estimate: memory, cache or a multiprocessor's own share of it, whichever is slowest."""
+    num_ctas = tiling.num_tiles * tiling.splits
+    weights = 2 * tiling.features * together * contracted // tiling.splits
+    activations = 2 * tokens * contracted // tiling.splits
+    cta_s = (weights + activations) / CTA_BYTES_PER_S
+    cache_s = num_ctas * (weights + activations) / CACHE_BYTES_PER_S
+    memory_s = num_ctas * weights / MEMORY_BYTES_PER_S
+    return max(cta_s, cache_s, memory_s) + (EXCHANGE_S if tiling.splits > 1 else 0)

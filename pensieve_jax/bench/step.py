@@ -1,0 +1,295 @@
+"""Runs steps of a model with random weights, and times them."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from host_cache.plan import PageCopy
+from pensieve_jax.bench.cases import Case, Kind
+from pensieve_jax.bench.floor import Floor, ModelSize, step_floor
+from pensieve_jax.bench.presets import Preset
+from pensieve_jax.bench.timing import Ceilings, measure_ceilings, seconds_each
+from pensieve_jax.core.plans import Row, SampleRequest, StepPlan
+from pensieve_jax.core.types import SamplingParams
+from pensieve_jax.models.presets import random_model
+from pensieve_jax.parallel import make_mesh
+from pensieve_jax.worker.batch import BatchArrays, BatchShapes, PreviousSamples, pack, planned_heads
+from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, sampling_arrays
+from pensieve_jax.worker.worker import build_worker
+
+PAGE_TOKENS = 32
+SWAP_OUT_PAGES = 8
+"""Pages that each step of a swap-out case copies to the host."""
+STEPS = 16
+"""Steps of one measurement through the worker."""
+GREEDY = SampleRequest(
+    params=SamplingParams(temperature=0.0), num_generated=0, context_ids=np.zeros(0, np.int32)
+)
+
+type StepArrays = tuple[BatchArrays, SamplingArrays]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """One measured case.
+
+    Attributes:
+        case: as it ran, scaled for a small model.
+        seconds: all its steps.
+        floor: the least time of the compute.
+        beside_s: what the case is compared with: by the name of the comparison, seconds.
+        dispatch_s: the host's share, hidden behind the device's work as long as it is shorter.
+        first_call_s: compilation and the first run.
+        moved_bytes: what is copied between host and device in that time.
+        peak_bytes: of the device's memory so far; None where the device doesn't tell.
+    """
+
+    case: Case
+    seconds: float
+    floor: Floor
+    beside_s: dict[str, float]
+    dispatch_s: float | None = None
+    first_call_s: float
+    moved_bytes: int = 0
+    peak_bytes: int | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Query tokens a second."""
+        return self.case.tokens / self.seconds
+
+
+class StepBench:
+    """A worker with random weights and a device pool of random KV."""
+
+    def __init__(self, preset: Preset, cases: Sequence[Case], *, num_shards: int, step_tokens: int) -> None:
+        """Measure the ceilings, make the model and both pools.
+
+        Args:
+            preset: the model.
+            cases: what will be measured: it sizes the pools.
+            num_shards: devices to spread over.
+            step_tokens: query tokens of a step at most; longer cases run in several.
+
+        Raises:
+            InvalidArgumentError: the model doesn't divide over the devices, or there are fewer.
+            TransferError: the host can't give the memory.
+        """
+        self.mesh = make_mesh(num_shards)
+        self.device = self.mesh.devices.flat[0]
+        self.step_tokens = max(1, step_tokens // preset.scale)
+        self.ceilings: Ceilings = measure_ceilings(self.device, scale=preset.scale)
+        self.cases = [case.scaled(preset.scale) for case in cases]
+        model = random_model(preset.config, dtype=np.dtype(jnp.dtype(preset.dtype)), mesh=self.mesh)
+        self.size = ModelSize.of(model, num_shards)
+        self.spec = model.spec
+        needed = [_pages(case.past_tokens + case.new_tokens) for case in self.cases]
+        swapped = [case.rows * _pages(case.past_tokens) for case in self.cases if case.kind is Kind.SWAP_IN]
+        leaving = [SWAP_OUT_PAGES * STEPS for case in self.cases if case.kind is Kind.SWAP_OUT]
+        self.shapes = BatchShapes(
+            num_pages=max(case.rows * pages for case, pages in zip(self.cases, needed, strict=True)),
+            page_tokens=PAGE_TOKENS,
+            max_rows=max(case.rows for case in self.cases),
+            max_tokens=max(min(case.tokens, self.step_tokens) for case in self.cases),
+            max_pages=max(needed),
+            planned_heads=planned_heads(model.spec, num_shards),
+        )
+        self.worker = build_worker(
+            model,
+            shapes=self.shapes,
+            host_pages=max([0, *swapped, *leaving]),
+            mesh=self.mesh,
+            execution="resident",
+            check_host_memory=False,
+            checksums=False,
+            transfer_faults=None,
+        )
+        self.runner = self.worker.runner
+        page = (2, self.spec.num_kv_heads, PAGE_TOKENS, self.spec.head_dim)
+        values = jax.random.normal(jax.random.key(1), page, jnp.dtype(self.spec.dtype))
+        self.runner.fill(np.arange(self.shapes.num_pages, dtype=np.int32), values)
+        self._order = np.random.default_rng(0).permutation(self.shapes.num_pages).astype(np.int32)
+
+    def measure(self, case: Case) -> StepTime:
+        """Time one of `cases`."""
+        run = {
+            Kind.STEP: self._measure_steps,
+            Kind.SWAP_IN: self._measure_swap_in,
+            Kind.SWAP_OUT: self._measure_swap_out,
+            Kind.HOST: self._measure_host,
+        }[case.kind]
+        return run(case)
+
+    def run(self, steps: Sequence[StepArrays]) -> SampleOutput:
+        """Run steps one after the other. Doesn't wait."""
+        return [self.runner.run_resident(batch, sampling) for batch, sampling in steps][-1]
+
+    def steps(self, case: Case) -> list[StepArrays]:
+        """The arguments of the case's steps, on the device: rows whole while they fit, else in pieces."""
+        return [self._arrays(rows) for rows in self._split(case)]
+
+    def close(self) -> None:
+        """Give the host pool's memory back."""
+        self.worker.close()
+
+    def _measure_steps(self, case: Case) -> StepTime:
+        steps = self.steps(case)
+        begin = time.perf_counter()
+        jax.block_until_ready(self.run(steps))
+        first_call_s = time.perf_counter() - begin
+        dispatches = []
+
+        def run() -> SampleOutput:
+            begin = time.perf_counter()
+            output = self.run(steps)
+            dispatches.append(time.perf_counter() - begin)
+            return output
+
+        few, many = (1, 3) if case.tokens > self.step_tokens else (4, STEPS)
+        seconds = seconds_each(run, repeats=3, few=few, many=many, wait=jax.block_until_ready)
+        return self._result(case, seconds, {}, first_call_s, dispatch_s=min(dispatches))
+
+    def _measure_swap_in(self, case: Case) -> StepTime:
+        rows = self._split(case)[0]
+        copies = [page for row in rows for page in row.page_ids[: _pages(case.past_tokens)].tolist()]
+        swap_ins = tuple(PageCopy(page, host_page) for host_page, page in enumerate(copies))
+        swap_outs = tuple(PageCopy(page, host_page) for page, host_page in swap_ins)
+        plans = {
+            "step": StepPlan(rows=tuple(rows), swap_outs=(), swap_ins=swap_ins),
+            "compute alone": StepPlan(rows=tuple(rows), swap_outs=(), swap_ins=()),
+            "transfer alone": StepPlan(rows=(), swap_outs=(), swap_ins=swap_ins),
+        }
+        self._finish(StepPlan(rows=(), swap_outs=swap_outs, swap_ins=()))
+        begin = time.perf_counter()
+        for plan in plans.values():
+            self._finish(plan)
+        first_call_s = time.perf_counter() - begin
+        times = {name: _median_s(partial(self._finish, plan)) for name, plan in plans.items()}
+        moved = len(copies) * PAGE_TOKENS * self.size.kv_token_bytes
+        return self._result(case, times.pop("step"), times, first_call_s, moved_bytes=moved)
+
+    def _measure_swap_out(self, case: Case) -> StepTime:
+        rows = tuple(self._split(case)[0])
+        plain = StepPlan(rows=rows, swap_outs=(), swap_ins=())
+        count = min(SWAP_OUT_PAGES, self.shapes.num_pages)
+
+        def leave(step: int) -> StepPlan:
+            numbers = range(step * count, (step + 1) * count)
+            copies = (PageCopy(int(self._order[i % len(self._order)]), i) for i in numbers)
+            return StepPlan(rows=rows, swap_outs=tuple(copies), swap_ins=())
+
+        leaving = [leave(step) for step in range(STEPS)]
+        begin = time.perf_counter()
+        self._run_ahead(leaving)
+        first_call_s = time.perf_counter() - begin
+        without = _median_s(partial(self._run_ahead, [plain] * STEPS)) / STEPS
+        seconds = _median_s(partial(self._run_ahead, leaving)) / STEPS
+        moved = count * PAGE_TOKENS * self.size.kv_token_bytes
+        return self._result(case, seconds, {"without": without}, first_call_s, moved_bytes=moved)
+
+    def _measure_host(self, case: Case) -> StepTime:
+        plans = [StepPlan(rows=tuple(self._split(case)[0]), swap_outs=(), swap_ins=())] * STEPS
+        begin = time.perf_counter()
+        self._run_ahead(plans)
+        first_call_s = time.perf_counter() - begin
+        few, many = plans[: STEPS // 4], plans
+        some_s, all_s = (_median_s(partial(self._run_ahead, some)) for some in (few, many))
+        alone = self._measure_steps(case).seconds
+        seconds = (all_s - some_s) / (len(many) - len(few))
+        return self._result(case, seconds, {"device alone": alone}, first_call_s)
+
+    def _result(
+        self,
+        case: Case,
+        seconds: float,
+        beside_s: dict[str, float],
+        first_call_s: float,
+        *,
+        dispatch_s: float | None = None,
+        moved_bytes: int = 0,
+    ) -> StepTime:
+        stats = self.device.memory_stats() or {}
+        return StepTime(
+            case=case,
+            seconds=seconds,
+            floor=step_floor(case, self.size, self.ceilings),
+            beside_s=beside_s,
+            first_call_s=first_call_s,
+            peak_bytes=stats.get("peak_bytes_in_use"),
+            dispatch_s=dispatch_s,
+            moved_bytes=moved_bytes,
+        )
+
+    def _finish(self, plan: StepPlan) -> None:
+        """Run a plan and wait until the device is done with it."""
+        self.worker.dispatch(plan).result()
+        jax.block_until_ready(self.runner.gather(np.zeros(1, np.int32)))
+
+    def _run_ahead(self, plans: Sequence[StepPlan]) -> None:
+        """Run plans as the engine does: the next is handed over before the result of one is taken."""
+        pending = None
+        for plan in plans:
+            following = self.worker.dispatch(plan)
+            if pending is not None:
+                pending.result()
+            pending = following
+        if pending is not None:
+            pending.result()
+
+    def _split(self, case: Case) -> list[list[Row]]:
+        """Rows of each step, at most `step_tokens` tokens."""
+        pages = _pages(case.past_tokens + case.new_tokens)
+        rng = np.random.default_rng(len(case.name))
+        steps: list[list[Row]] = [[]]
+        room = self.step_tokens
+        for i in range(case.rows):
+            start, stop = case.past_tokens, case.past_tokens + case.new_tokens
+            while start < stop:
+                if room == 0:
+                    steps.append([])
+                    room = self.step_tokens
+                count = min(room, stop - start)
+                row = Row(
+                    request_id=i,
+                    token_ids=rng.integers(0, self.spec.vocab_size, count).astype(np.int32),
+                    start=start,
+                    page_ids=self._order[i * pages : i * pages + _pages(start + count)],
+                    sample=GREEDY if start + count == stop else None,
+                )
+                steps[-1].append(row)
+                start, room = start + count, room - count
+        return steps
+
+    def _arrays(self, rows: Sequence[Row]) -> StepArrays:
+        nothing = PreviousSamples(token_ids=np.zeros(self.shapes.max_samples, np.int32), places={})
+        batch, samples = pack(rows, self.shapes, nothing)
+        sampling = sampling_arrays(
+            [request for _, request in samples],
+            padded_rows=len(batch.sample_tokens),
+            vocab_size=self.spec.vocab_size,
+            sources=np.asarray(batch.sources)[batch.sample_tokens],
+            previous=nothing.token_ids,
+        )
+        put = partial(jax.device_put, device=NamedSharding(self.mesh, P()))
+        return jax.tree.map(put, batch), jax.tree.map(put, sampling)
+
+
+def _median_s(run: Callable[[], None], repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS)
