@@ -25,7 +25,10 @@ class TierConfig:
     """
 
     device_pages: int | None = None
-    """Pages in device memory. None: what is free after the weights, less a margin; on a CPU 1 GiB."""
+    """Pages in device memory. None: as `device_memory_share` says; on a CPU 1 GiB."""
+    device_memory_share: float = 0.9
+    """Share of the device memory left by weights, the largest step's workspace and copies under way that the
+    pool takes if `device_pages` is None."""
     host_pages: int | None = None
     """Pages in pinned host memory; 0 keeps to the device alone. None: four times the device pages on a
     CPU, as many as fit half of the free memory on a GPU machine."""
@@ -54,6 +57,8 @@ class TierConfig:
             find_policy(self.policy)
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from error
+        share = self.device_memory_share
+        _check(0 < share <= 1, "device_memory_share", share, "a share in (0, 1]")
         _check(0 <= self.swap_out_below <= 1, "swap_out_below", self.swap_out_below, "a share in [0, 1]")
         _check(0 <= self.running_reserve < 1, "running_reserve", self.running_reserve, "a share in [0, 1)")
 

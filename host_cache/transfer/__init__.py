@@ -2,10 +2,11 @@
 
 from host_cache.transfer.checksums import ChecksumCounters, PageChecksums
 from host_cache.transfer.faults import FaultCounters, FaultyMover
-from host_cache.transfer.mover import Mover, PageMover
+from host_cache.transfer.mover import MOST_STORES, Mover, PageMover
 from host_cache.transfer.pinned_pool import PinnedPool, register_pinned
 
 __all__ = [
+    "MOST_STORES",
     "ChecksumCounters",
     "FaultCounters",
     "FaultyMover",

@@ -25,7 +25,7 @@ from pensieve_jax.models.interface import ModelSpec, ServableModel
 from pensieve_jax.models.shape import shape_of
 from pensieve_jax.parallel import make_mesh
 from pensieve_jax.worker.batch import BatchShapes, planned_heads
-from pensieve_jax.worker.worker import Worker, build_worker
+from pensieve_jax.worker.worker import MOST_GATHERED, Worker, build_worker, workspace_bytes
 
 logger = logging.getLogger(__name__)
 CPU_POOL_BYTES = 1 << 30
@@ -33,7 +33,10 @@ CPU_POOL_BYTES = 1 << 30
 CPU_HOST_PAGES_PER_DEVICE_PAGE = 4
 """Host pages on a CPU unless a size is given."""
 DEVICE_MEMORY_SHARE = 0.85
-"""Share of the device memory that is free after the weights which the pool takes; the rest is workspace."""
+"""Share of the device memory that is free after the weights which the pool would take if the workspace isn't
+known."""
+MEASURED_PAGES = 64
+"""Pages of the pool for which the workspace of a step is measured; it doesn't depend on them."""
 HOST_MEMORY_SHARE = 0.5
 """Share of the free host memory that the host tier takes unless a size is given."""
 KEPT_FROM_S = 0.1
@@ -106,26 +109,21 @@ def build_parts(
     spec = model.spec
     shape, device = shape_of(model, num_shards), mesh.devices.flat[0].device_kind
     profile = fitting_profile(config.profile_path, shape, device)
-    cache_config = tier_sizes(spec, config.tiers, mesh.devices.flat[0], num_shards)
+    first = mesh.devices.flat[0]
+    workspace = None
+    if config.tiers.device_pages is None and first.platform != "cpu":
+        shapes = batch_shapes(spec, config, num_shards, MEASURED_PAGES)
+        workspace = workspace_bytes(model, shapes=shapes, mesh=mesh)
+    cache_config = tier_sizes(spec, config.tiers, first, num_shards, workspace_bytes=workspace)
     page_tokens = cache_config.page_tokens
     cost = recompute_cost(profile, shape, page_tokens=page_tokens, max_context_tokens=spec.max_context_tokens)
     if config.load_or_recompute and profile is not None:
         load_s = page_tokens * shape.kv_bytes_per_token / profile.load_bytes_per_s
         cache_config = replace(cache_config, load_s_per_page=load_s)
-    max_context = min(config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens)
-    shapes = BatchShapes(
-        num_pages=cache_config.device_pages,
-        page_tokens=cache_config.page_tokens,
-        max_rows=config.scheduler.max_rows,
-        max_tokens=config.scheduler.step_tokens,
-        max_pages=min(cache_config.pages_for(max_context), cache_config.device_pages),
-        planned_heads=planned_heads(spec, num_shards),
-        batch_invariant=config.batch_invariant,
-    )
     try:
         worker = build_worker(
             model,
-            shapes=shapes,
+            shapes=batch_shapes(spec, config, num_shards, cache_config.device_pages),
             host_pages=cache_config.host_pages,
             mesh=mesh,
             execution=config.execution,
@@ -192,28 +190,62 @@ def recompute_cost(
     )
 
 
-def tier_sizes(spec: ModelSpec, tiers: TierConfig, device: Any, num_shards: int) -> CacheConfig:
+def batch_shapes(spec: ModelSpec, config: EngineConfig, num_shards: int, num_pages: int) -> BatchShapes:
+    """The limits of the engine's batches over a pool of so many pages."""
+    page_tokens = config.tiers.page_tokens
+    max_context = min(config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens)
+    return BatchShapes(
+        num_pages=num_pages,
+        page_tokens=page_tokens,
+        max_rows=config.scheduler.max_rows,
+        max_tokens=config.scheduler.step_tokens,
+        max_pages=min(-(-max_context // page_tokens), num_pages),
+        planned_heads=planned_heads(spec, num_shards),
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def tier_sizes(
+    spec: ModelSpec, tiers: TierConfig, device: Any, num_shards: int, *, workspace_bytes: int | None = None
+) -> CacheConfig:
     """The sizes of both tiers, given or from what the machine has.
 
+    Args:
+        spec: dimensions of the model, whose weights are on the device.
+        tiers: what was asked for.
+        device: one of the devices.
+        num_shards: devices that the model is spread over.
+        workspace_bytes: what the largest step needs beside weights and pool; None: unknown.
+
     Raises:
-        InvalidArgumentError: a size is out of range, or no memory is left for the device pool.
+        InvalidArgumentError: a size is out of range, or the device can't give the pool's memory.
     """
     heads = spec.num_kv_heads // num_shards
     page_bytes = (
         2 * spec.num_layers * heads * tiers.page_tokens * spec.head_dim * np.dtype(spec.dtype).itemsize
     )
     stats = device.memory_stats() if device.platform != "cpu" else None
+    free = CPU_POOL_BYTES if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
     device_pages = tiers.device_pages
     if device_pages is None:
-        free = CPU_POOL_BYTES
-        if stats is not None:
-            free = int((stats["bytes_limit"] - stats["bytes_in_use"]) * DEVICE_MEMORY_SHARE)
-        device_pages = free // page_bytes
+        room = free
+        if workspace_bytes is not None:
+            copies = 0 if tiers.host_pages == 0 else MOST_GATHERED * page_bytes
+            room = int((free - workspace_bytes - copies) * tiers.device_memory_share)
+        elif stats is not None:
+            room = int(free * DEVICE_MEMORY_SHARE)
+        device_pages = room // page_bytes
         if device_pages < 1:
             raise InvalidArgumentError(
-                f"device_pages: {free / 1e9:.2f} GB are free on the device, "
-                f"a page needs {page_bytes / 1e9:.3f} GB"
+                f"device_pages: a page needs {page_bytes / 1e9:.3f} GB, expected at most the "
+                f"{max(room, 0) / 1e9:.2f} GB that the pool may take of the {free / 1e9:.2f} GB that are "
+                "free on the device"
             )
+    elif stats is not None and device_pages * page_bytes > free:
+        raise InvalidArgumentError(
+            f"device_pages: got {device_pages} pages of {device_pages * page_bytes / 1e9:.2f} GB, "
+            f"expected at most the {free / 1e9:.2f} GB that are free on the device"
+        )
     host_pages = tiers.host_pages
     if host_pages is None:
         host_pages = CPU_HOST_PAGES_PER_DEVICE_PAGE * device_pages

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,6 +28,18 @@ for all of it."""
 
 type StageIn = Callable[[int], jax.Array]
 """Layer number -> its staged pages on the device, still being copied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Device memory of a step, on each device."""
+
+    workspace_bytes: int
+    """Taken beside arguments: temporaries, and results in memory of their own."""
+    pools_bytes: int
+    """Of the pools of all layers."""
+    in_place_bytes: int
+    """Of arguments whose memory the results take over. The pools are among them, or they would be copied."""
 
 
 class ModelRunner:
@@ -100,6 +113,28 @@ class ModelRunner:
         zeros = jax.jit(lambda: jnp.zeros(self._pool_shape, self.spec.dtype), out_shardings=self.kv_sharding)
         self._pools: list[jax.Array] = []  # frees the old ones first
         self._pools = [zeros() for _ in range(self.spec.num_layers)]
+
+    def memory(self, batch: BatchArrays, *, num_pages: int) -> StepMemory:
+        """What a step takes in one call, by the compiler's account.
+
+        Args:
+            batch: of the step.
+            num_pages: pages of a pool that needn't be there.
+        """
+        shape = (num_pages, *self._pool_shape[1:])
+        pool = jax.ShapeDtypeStruct(shape, self.spec.dtype, sharding=self.kv_sharding)
+        pools = [pool] * self.spec.num_layers
+        lowered = self._whole.lower(graphs=self._graphs, states=self._states, pools=pools, batch=batch)
+        account = lowered.compile().memory_analysis()
+        assert account is not None, "CPU and GPU give one"
+        pool_bytes = int(np.prod(shape)) * np.dtype(self.spec.dtype).itemsize // self.num_shards
+        return StepMemory(
+            workspace_bytes=account.temp_size_in_bytes
+            + account.output_size_in_bytes
+            - account.alias_size_in_bytes,
+            pools_bytes=pool_bytes * self.spec.num_layers,
+            in_place_bytes=account.alias_size_in_bytes,
+        )
 
     def run_resident(self, batch: BatchArrays, sampling: SamplingArrays) -> SampleOutput:
         """Run all layers in one call. Doesn't wait for the result."""

@@ -15,6 +15,7 @@ from host_cache.config import TransferFaults
 from host_cache.errors import TransferError
 from host_cache.plan import PageCopy
 from host_cache.transfer import (
+    MOST_STORES,
     ChecksumCounters,
     FaultCounters,
     FaultyMover,
@@ -23,6 +24,7 @@ from host_cache.transfer import (
     PageMover,
     PinnedPool,
 )
+from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.plans import SampleRequest, StepPlan, StepResult, StepStart
 from pensieve_jax.core.types import SampledToken
 from pensieve_jax.models.interface import ServableModel
@@ -32,6 +34,9 @@ from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, sampling_
 
 COPIED_AT_ONCE = 64
 """Pages that are gathered at once for the host: on their way they take device memory a second time."""
+
+MOST_GATHERED = (MOST_STORES + 1) * COPIED_AT_ONCE
+"""Pages that copies to the host may hold a second time, at most."""
 
 type Execution = Literal["auto", "layered", "resident"]
 """How a step without swap-ins runs: layer by layer, in one call, or the better for the platform: one call on
@@ -291,6 +296,20 @@ class Worker:
         return array
 
 
+def workspace_bytes(model: ServableModel, *, shapes: BatchShapes, mesh: Mesh) -> int:
+    """Device memory that the largest step takes beside weights and pool, by the compiler's account.
+
+    Args:
+        model: its weights are where steps want them.
+        shapes: limits of a batch.
+        mesh: the devices to spread over.
+    """
+    runner = ModelRunner(model, num_pages=0, page_tokens=shapes.page_tokens, mesh=mesh)
+    nothing = PreviousSamples(token_ids=np.zeros(shapes.max_samples, np.int32), places={})
+    largest = blank(shapes.prefill_sizes[-1], shapes, nothing, decode=False)
+    return runner.memory(largest, num_pages=shapes.num_pages).workspace_bytes
+
+
 def build_worker(
     model: ServableModel,
     *,
@@ -315,11 +334,16 @@ def build_worker(
         transfer_faults: make copies between the tiers go wrong; None: don't.
 
     Raises:
-        InvalidArgumentError: the model doesn't divide over the mesh.
+        InvalidArgumentError: the model doesn't divide over the mesh, or the device can't give the memory.
         TransferError: the host can't give the memory.
     """
     spec = model.spec
-    runner = ModelRunner(model, num_pages=shapes.num_pages, page_tokens=shapes.page_tokens, mesh=mesh)
+    try:
+        runner = ModelRunner(model, num_pages=shapes.num_pages, page_tokens=shapes.page_tokens, mesh=mesh)
+    except jax.errors.JaxRuntimeError as error:
+        raise InvalidArgumentError(
+            f"device_pages: got {shapes.num_pages}, but the device refuses the memory: {error}"
+        ) from error
     mover: Mover | None = None
     if host_pages:
         pool = PinnedPool(
