@@ -411,12 +411,14 @@ class CacheManager:
     def _load_idle(self, conversation: CachedConversation, now: float) -> Iterable[PageCopy]:
         ledger = self._ledger
         own = sum(chunk != NONE and ledger.evictable(chunk) for chunk in conversation.chunks)
-        for chunk in reversed(conversation.chunks):  # what costs most to recompute first
+        chunks = conversation.chunks
+        for index in reversed(range(len(chunks))):  # what costs most to recompute first
             if self.num_available - own <= self.config.reserve_pages:
                 return
-            if self._could_warm(chunk):
+            if self._could_warm(chunks[index]):
                 self._make_room(1, now)
-                yield ledger.start_load(chunk)
+                if self._could_warm(chunks[index]):  # else what made room has taken its place in the host
+                    yield ledger.start_load(chunks[index])
 
     def swap_outs_ended(self, copies: Iterable[PageCopy], *, ok: bool) -> None:
         """Note that copies to the host have ended. A failed one leaves its chunk without a host page."""

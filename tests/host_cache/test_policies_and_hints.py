@@ -313,3 +313,16 @@ def test_policies_come_by_name_by_place_and_from_a_factory():
         make_policy("host_cache.policies:ThinkTime", COST) == make_policy(ThinkTime, COST) == ThinkTime(COST)
     )
     assert all(make_policy(name, COST).name == name for name in POLICIES)
+
+
+def test_warm_up_whose_chunk_leaves_the_host_for_what_makes_room():
+    """It leaves with a fork that has been idle for longer than what is on the device."""
+    books = cache(device_pages=4, host_pages=1)
+    turn(books, "a", range(4))
+    turn(books, "b", range(50, 66))  # a is in the host, which is full
+    books.manager.fork("a", "fork", 4, books.now)
+    books.now += 1000
+    turn(books, "b", range(50, 66))
+    assert books.manager.warm("a") == 1
+    assert books.manager.take_swap_ins(books.now) == ()
+    books.check()
