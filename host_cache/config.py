@@ -58,7 +58,12 @@ class CacheConfig:
     """Let conversations that begin alike share chunks, found by their content."""
     load_s_per_page: float | None = None
     """Time to move one page between the tiers. If given, a chunk that is cheaper to recompute than that is
-    neither copied to the host nor loaded from it. None: the paper's way, always copy and load."""
+    neither copied to the host nor loaded from it, and no step waits for copies to the host
+    (`max_swap_outs_under_way`). None: the paper's way, always copy and load."""
+    max_swap_outs_under_way: int = 128
+    """With `load_s_per_page`: while so many copies to the host have not ended, chunks that have to leave the
+    device are dropped. More would fill the worker's staging memory and hold up a step, which is sure to cost
+    time, for a chunk that perhaps nobody asks for again."""
     identity: bytes = b""
     """Distinguishes models, weights and dtypes in the keys of shared chunks."""
     keep_finished: bool = True
@@ -75,6 +80,9 @@ class CacheConfig:
         check(0 <= self.swap_out_below <= 1, "swap_out_below", "a share in [0, 1]")
         check(0 <= self.running_reserve < 1, "running_reserve", "a share in [0, 1)")
         check(self.max_swap_outs_per_step >= 0, "max_swap_outs_per_step", "at least 0")
+        check(self.max_swap_outs_under_way >= 0, "max_swap_outs_under_way", "at least 0")
+        load_s = self.load_s_per_page
+        check(load_s is None or load_s >= 0, "load_s_per_page", "None or at least 0")
 
     @property
     def reserve_pages(self) -> int:

@@ -74,6 +74,11 @@ class Ledger:
         """Chunks in some tier."""
         return len(self.index) - len(self._free_chunks)
 
+    @property
+    def num_arriving(self) -> int:
+        """Copies to the host that have not ended."""
+        return len(self._arriving)
+
     def free_device_pages(self) -> tuple[int, ...]:
         """Device pages that hold nothing."""
         return self._device.free_pages()

@@ -624,8 +624,12 @@ class CacheManager:
             ahead: its device page is not needed yet.
 
         Returns:
-            False if the host has no page for it: everything there is worth more.
+            False if the host has no page for it, since everything there is worth more, or if a step would have
+            to wait for the copies under way.
         """
+        config = self.config
+        if config.load_s_per_page is not None and self._ledger.num_arriving >= config.max_swap_outs_under_way:
+            return False
         while (copy := self._ledger.start_copy_out(chunk)) is None:
             if self._give_up_spare_copy():
                 continue

@@ -9,6 +9,7 @@ from pensieve_jax.core.model_shape import ModelShape
 from pensieve_jax.core.profile import StepProfile
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
 from pensieve_jax.simulator.hardware import DEVICES, MODELS, DeviceSpec, device_of
+from pensieve_jax.simulator.worker import STAGING_PAGES
 from pensieve_jax.simulator.workload import MAX_CONTEXT_TOKENS
 
 MODEL = "opt-13b"
@@ -77,7 +78,8 @@ def make_config(
         page_tokens: tokens of a chunk, hence of a page.
         keep_state: False computes the whole history at every turn; the host tier is left out then.
         share_prefixes: let conversations that begin alike share chunks.
-        load_or_recompute: neither copy nor load a chunk that is cheaper to recompute than to load.
+        load_or_recompute: neither copy nor load a chunk that is cheaper to recompute than to load, and drop
+            chunks for whose copies a step would wait.
         step_tokens: query tokens of a step at most.
         max_rows: rows of a step at most.
         profile: measured times in place of the estimate; model, device and link are the profile's then.
@@ -106,6 +108,7 @@ def make_config(
             keep_finished=keep_state,
             share_prefixes=share_prefixes,
             load_s_per_page=page_bytes / spec.load_bytes_per_s if load_or_recompute else None,
+            max_swap_outs_under_way=STAGING_PAGES,
         )
     except ValueError as error:
         raise InvalidArgumentError(str(error)) from error

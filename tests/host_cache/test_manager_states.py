@@ -40,6 +40,7 @@ class ManagerMachine(RuleBasedStateMachine):
             page_tokens=SIZE,
             max_swap_outs_per_step=3,
             load_s_per_page=self.load_s_per_page,
+            max_swap_outs_under_way=4,
         )
         self.manager = CacheManager(config, make_policy(self.policy, COST), COST)
         self.now = 0.0

@@ -1,5 +1,7 @@
 """Shared prefixes, hints, load or recompute, and what each policy lets go first."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -241,6 +243,19 @@ def test_what_is_cheaper_to_recompute_is_neither_copied_nor_loaded():
     assert plan.tokens_from_host == 8
     with pytest.raises(ValueError, match="cost"):
         CacheManager(config, make_policy("lru", COST))
+
+
+@pytest.mark.parametrize(("load_s", "copied"), [(None, 4), (0.0, 3)])
+def test_no_step_waits_for_copies_to_the_host(load_s, copied):
+    """With the three-way choice, the chunks that would have to wait are dropped."""
+    config = Cache(8, 8).manager.config
+    books = Cache(8, 8)
+    config = dataclasses.replace(config, load_s_per_page=load_s, max_swap_outs_under_way=3)
+    books.manager = CacheManager(config, make_policy("lru", COST), COST)
+    turn(books, "a", range(16))
+    assert books.admit("b", 32) is not None
+    assert len(books.end_swap_outs()) == copied
+    assert books.manager.counters.chunks_dropped == 4 - copied
 
 
 def test_whole_conversations_leave_as_one():
