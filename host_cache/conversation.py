@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,5 +38,10 @@ class CachedConversation:
     """Its chunks are dropped after so much time without activity; None: never."""
     looked_at_s: float | None = None
     """When `Expiry` looks at it next."""
-    tickets: list[int] = field(default_factory=lambda: [0, 0, 0])
-    """Per order of leaving: marks its valid entry there."""
+    leaving: list[Any] = field(default_factory=lambda: [None, None, None])
+    """Per order of leaving: its entry there, if it has a chunk that can leave."""
+
+    def present(self) -> np.ndarray:
+        """i32[n]: its chunks that are in some tier, in the order of their places."""
+        chunks = np.array(self.chunks, np.int32)
+        return chunks[chunks >= 0]

@@ -1,99 +1,108 @@
 """The order in which chunks leave a tier, kept up to date at logarithmic cost."""
 
 import heapq
-from collections.abc import Callable
 from itertools import count
 
-from host_cache.conversation import CachedConversation
-from host_cache.ledger import NONE, Ledger
-from host_cache.policies import EvictionPolicy, value
+import numpy as np
 
-type _Entry = tuple[float, int, int, CachedConversation, int]
-"""(origin, serial, ticket, conversation, index of the chunk that it would let go next)."""
+from host_cache.conversation import CachedConversation
+from host_cache.ledger import ARRIVING, CHEAP, DEVICE, HOST, LOADING, NONE, PINNED, SHARED, Ledger
+from host_cache.policies import MIN_IDLE_S, EvictionPolicy, value
+
+type Entry = tuple[float, int, CachedConversation, int, int]
+"""(origin, serial, conversation, index of the chunk that it would let go next, class)."""
+
+LEAVES_DEVICE, LEAVES_HOST, COPIED_AHEAD = 0, 1, 2
+"""Orders: whose device page is taken, whose host page is taken, who is copied to the host ahead of time."""
+_CAN_LEAVE = (
+    (DEVICE | PINNED | LOADING, DEVICE),
+    (HOST | PINNED | ARRIVING | LOADING, HOST),
+    (DEVICE | HOST | PINNED | LOADING | CHEAP, DEVICE),
+)
+"""By order: of the first flags exactly the second are set on a chunk that can leave."""
 
 
 class LeavingOrder:
     """What each idle conversation would let go next from one tier, least valuable first.
 
-    Entries of one weight lie in a heap by origin, since their order never changes. Among the heads of these
-    heaps the least value is found by a second heap that holds for one moment. An entry is valid while it
-    has its conversation's ticket; the rest is swept out as it comes up, or when it outweighs the valid ones.
+    Entries of one weight are a class, and lie in a heap by origin, since their order never changes. Among
+    the heads of these heaps the least value is found by computing them all, once for each moment. An entry is
+    valid while its conversation has it; others are swept out as they come up, or when they outweigh the
+    valid ones of their class.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        policy: EvictionPolicy,
-        *,
-        tier: int,
-        wanted: Callable[[int], bool],
-        page_tokens: int,
-    ) -> None:
+    def __init__(self, ledger: Ledger, policy: EvictionPolicy, *, order: int, page_tokens: int) -> None:
         """Args:
         ledger: holds the chunks.
         policy: values them.
-        tier: which of a conversation's tickets is used.
-        wanted: whether a chunk can leave this tier now.
+        order: one of the constants above.
         page_tokens: tokens of a chunk.
         """
         self._ledger = ledger
+        self._flags = ledger.flags
         self._policy = policy
-        self._tier = tier
-        self._wanted = wanted
+        self._order = order
+        self._mask, self._wanted = _CAN_LEAVE[order]
         self._page_tokens = page_tokens
-        self._classes: dict[float, list[_Entry]] = {}
-        self._num_entries = 0
-        self._num_valid = 0
         self._serial = count()
+        self._classes: dict[float, int] = {}
+        """Weight -> class."""
+        self._heaps: list[list[Entry]] = []
+        self._num_valid: list[int] = []
+        self._unused: list[int] = []
+        """Classes without entries."""
+        self._weights = np.zeros(0)
+        """By class; infinite without entries."""
+        self._origins = np.zeros(0)
+        """Of each class's head, which may not be valid any more: then a later one."""
+        self._values = np.zeros(0)
+        """Of the heads at `_now`."""
         self._now: float | None = None
-        self._front: list[tuple[float, float]] = []
-        """(value at `_now`, weight): a lower bound for each class's head."""
         self._dear: dict[int, CachedConversation] = {}
         """Shared chunks that came up and are worth more than their owner's share, passed over."""
         self._dear_front: list[tuple[float, int]] = []
         """(value at `_now`, chunk)."""
-        self._found: _Entry | int | None = None
+        self._found: Entry | int | None = None
+
+    def can_leave(self, chunk: int) -> bool:
+        """Whether a chunk could go now, whatever it is worth."""
+        return self._flags[chunk] & self._mask == self._wanted
 
     def enter(self, conversation: CachedConversation) -> None:
         """A conversation is idle, or its chunks have changed: (re)start at its first chunk to leave."""
-        self.leave(conversation)
-        self._push(conversation, self._next(conversation, NONE))
+        self._push(conversation, self._first(conversation))
 
     def leave(self, conversation: CachedConversation) -> None:
         """A conversation isn't idle any more: nothing of it leaves."""
-        tickets = conversation.tickets
-        if tickets[self._tier] % 2:
-            tickets[self._tier] += 1
-            self._num_valid -= 1
-            self._found = None
+        entry = conversation.leaving[self._order]
+        if entry is not None:
+            conversation.leaving[self._order] = None
+            self._num_valid[entry[4]] -= 1
 
     def peek(self, now: float) -> tuple[float, int] | None:
         """The value and the chunk that would leave next, or None. It stays."""
+        if now != self._now:
+            self._start_moment(now)
         while True:
-            if now != self._now:
-                self._start_moment(now)
-            head = self._least_head()
-            dear = self._least_dear()
-            if dear is not None and (head is None or dear[0] <= head[0]):
+            found = self._least_head()
+            dear = self._least_dear() if self._dear_front else None
+            if dear is not None and (found is None or dear[0] <= found[0]):
                 self._found = dear[1]
                 return dear
-            if head is None:
+            if found is None:
                 return None
-            worth, entry = head
-            conversation, index = entry[3], entry[4]
+            worth, entry = found
+            self._found = entry
+            _, _, conversation, index, _ = entry
             chunk = conversation.chunks[index] if index < len(conversation.chunks) else NONE
             if not self._passes(chunk, conversation):
-                self._found = entry
                 self.skip()
-                continue
-            if self._policy.sums_sharers and self._ledger.shared(chunk):
-                self._found = entry
+            elif self._policy.sums_sharers and self._flags[chunk] & SHARED:
                 self.skip()
                 self._dear[chunk] = conversation
                 heapq.heappush(self._dear_front, (self._shared_value(chunk, now), chunk))
-                continue
-            self._found = entry
-            return worth, chunk
+            else:
+                return worth, chunk
 
     def skip(self) -> None:
         """Go past the chunk that `peek` gave."""
@@ -101,67 +110,92 @@ class LeavingOrder:
         if isinstance(found, int):
             self._dear.pop(found, None)
         elif found is not None:
-            _, _, _, conversation, index = found
-            self.leave(conversation)
-            self._push(conversation, self._next(conversation, index))
+            conversation = found[2]
+            if conversation.leaving[self._order] is found:
+                self._push(conversation, self._after(conversation, found[3]))
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _passes(self, chunk: int, conversation: CachedConversation) -> bool:
-        return chunk != NONE and self._ledger.owner(chunk) is conversation and self._wanted(chunk)
+        if chunk == NONE:
+            return False
+        flags = self._flags[chunk]
+        if flags & self._mask != self._wanted:
+            return False
+        return not flags & SHARED or self._ledger.owner(chunk) is conversation
 
-    def _next(self, conversation: CachedConversation, index: int) -> int:
-        """The index of the chunk that leaves after the one at `index` (`NONE`: the first), or `NONE`."""
+    def _first(self, conversation: CachedConversation) -> int:
+        """The index of the chunk that leaves first, or `NONE`."""
+        chunks = np.array(conversation.chunks, np.int32)
+        flags = self._ledger.flags_of(chunks)  # of chunk NONE: of some other chunk
+        candidates = np.flatnonzero((flags & self._mask == self._wanted) & (chunks != NONE))
+        for index in (candidates if self._policy.leading_first else candidates[::-1]).tolist():
+            if self._passes(conversation.chunks[index], conversation):
+                return index
+        return NONE
+
+    def _after(self, conversation: CachedConversation, index: int) -> int:
+        """The index of the chunk that leaves after the one at `index`, or `NONE`."""
         chunks = conversation.chunks
         if self._policy.leading_first:
             candidates = range(index + 1, len(chunks))
         else:
-            candidates = range((len(chunks) if index == NONE else index) - 1, -1, -1)
+            candidates = range(min(index, len(chunks)) - 1, -1, -1)
         for candidate in candidates:
             if self._passes(chunks[candidate], conversation):
                 return candidate
         return NONE
 
     def _push(self, conversation: CachedConversation, index: int) -> None:
+        """Make the chunk at an index the one that leaves next; `NONE`: none does."""
         if index == NONE:
+            self.leave(conversation)
             return
-        tickets = conversation.tickets
-        tickets[self._tier] += 1  # odd: there is a valid entry
         weight = self._policy.weight((index + 1) * self._page_tokens, conversation)
         origin = self._policy.origin(conversation)
-        heap = self._classes.setdefault(weight, [])
-        entry = (origin, next(self._serial), tickets[self._tier], conversation, index)
+        number = self._classes.get(weight)
+        before = conversation.leaving[self._order]
+        if before is not None:
+            if before[3] == index and before[0] == origin and before[4] == number:
+                return
+            self.leave(conversation)
+        if number is None:
+            number = self._new_class(weight)
+        heap = self._heaps[number]
+        entry = (origin, next(self._serial), conversation, index, number)
+        conversation.leaving[self._order] = entry
+        self._num_valid[number] += 1
         heapq.heappush(heap, entry)
-        self._num_valid += 1
-        self._num_entries += 1
-        if self._now is not None and heap[0] is entry:
-            heapq.heappush(self._front, (value(weight, origin, self._now), weight))
-        if self._num_entries > 2 * self._num_valid + 64:
-            self._sweep()
+        if heap[0] is entry:
+            self._head_has_changed(number)
+        if len(heap) > 2 * self._num_valid[number] + 16:
+            self._heaps[number] = [entry for entry in heap if self._valid(entry)]
+            heapq.heapify(self._heaps[number])
+            self._head_has_changed(number)
 
-    def _sweep(self) -> None:
-        """Drop all entries that aren't valid."""
-        for weight, heap in list(self._classes.items()):
-            valid = [entry for entry in heap if self._valid(entry)]
-            if valid:
-                heapq.heapify(valid)
-                self._classes[weight] = valid
-            else:
-                del self._classes[weight]
-        self._num_entries = self._num_valid
-        self._now = None
+    def _new_class(self, weight: float) -> int:
+        if not self._unused:
+            known = len(self._heaps)
+            more = max(64, known)
+            self._weights, self._origins, self._values = (
+                np.append(column, np.full(more, np.inf))
+                for column in (self._weights, self._origins, self._values)
+            )
+            self._heaps.extend([] for _ in range(more))
+            self._num_valid.extend([0] * more)
+            self._unused = list(range(known + more - 1, known - 1, -1))
+        number = self._classes[weight] = self._unused.pop()
+        self._weights[number] = weight
+        return number
 
-    def _valid(self, entry: _Entry) -> bool:
-        return entry[3].tickets[self._tier] == entry[2]
+    def _valid(self, entry: Entry) -> bool:
+        return entry[2].leaving[self._order] is entry
 
     def _start_moment(self, now: float) -> None:
         self._now = now
-        self._front = []
-        for weight in list(self._classes):
-            head = self._head(weight)
-            if head is not None:
-                self._front.append((value(weight, head[0], now), weight))
-        heapq.heapify(self._front)
+        np.subtract(now, self._origins, out=self._values)
+        np.maximum(self._values, MIN_IDLE_S, out=self._values)
+        np.divide(self._weights, self._values, out=self._values)
         self._dear_front = []
         for chunk, conversation in list(self._dear.items()):
             if self._still_dear(chunk, conversation):
@@ -170,31 +204,26 @@ class LeavingOrder:
                 del self._dear[chunk]
         heapq.heapify(self._dear_front)
 
-    def _head(self, weight: float) -> _Entry | None:
-        """The valid head of a class; what lies above it goes."""
-        heap = self._classes.get(weight)
-        if heap is None:
-            return None
-        while heap and not self._valid(heap[0]):
-            heapq.heappop(heap)
-            self._num_entries -= 1
-        if not heap:
-            del self._classes[weight]
-            return None
-        return heap[0]
+    def _head_has_changed(self, number: int) -> None:
+        heap = self._heaps[number]
+        if heap:
+            origin = self._origins[number] = heap[0][0]
+            if self._now is not None:
+                self._values[number] = value(float(self._weights[number]), origin, self._now)
+        else:
+            del self._classes[float(self._weights[number])]
+            self._unused.append(number)
+            self._weights[number] = self._values[number] = np.inf
 
-    def _least_head(self) -> tuple[float, _Entry] | None:
-        assert self._now is not None
-        while self._front:
-            bound, weight = self._front[0]
-            head = self._head(weight)
-            if head is None:
-                heapq.heappop(self._front)
-                continue
-            worth = value(weight, head[0], self._now)
-            if worth == bound:
-                return worth, head
-            heapq.heapreplace(self._front, (worth, weight))
+    def _least_head(self) -> tuple[float, Entry] | None:
+        while self._classes:
+            number = int(self._values.argmin())
+            heap = self._heaps[number]
+            entry = heap[0]
+            if self._valid(entry):
+                return float(self._values[number]), entry
+            heapq.heappop(heap)
+            self._head_has_changed(number)
         return None
 
     def _least_dear(self) -> tuple[float, int] | None:

@@ -15,8 +15,8 @@ from host_cache.conversation import CachedConversation
 from host_cache.counters import CacheCounters
 from host_cache.errors import IntegrityError
 from host_cache.expiry import Expiry
-from host_cache.leaving import LeavingOrder
-from host_cache.ledger import NONE, Ledger
+from host_cache.leaving import COPIED_AHEAD, LEAVES_DEVICE, LEAVES_HOST, LeavingOrder
+from host_cache.ledger import ARRIVING, CHEAP, DEVICE, HOST, LOADING, NONE, PINNED, SHARED, Ledger
 from host_cache.plan import CachePlan, PageCopy
 from host_cache.policies import EvictionPolicy
 from host_cache.prefix_index import PrefixIndex
@@ -35,35 +35,25 @@ class CacheManager:
         policy: who leaves first.
         cost: seconds to recompute a chunk at a context length; needed for `config.load_s_per_page` only.
         """
-        if config.load_s_per_page is not None and cost is None:
-            raise ValueError(
-                "cost: got None, expected the cost of recomputing, to hold load_s_per_page against"
-            )
         self.config = config
         self.policy = policy
-        self._cost = cost
-        self._prefixes = PrefixIndex(identity=config.identity, page_tokens=config.page_tokens)
-        self._ledger = ledger = Ledger(
+        self._prefixes = PrefixIndex(
+            identity=config.identity,
+            page_tokens=config.page_tokens,
+            most_chunks=config.device_pages + config.host_pages,
+        )
+        self._ledger = Ledger(
             device_pages=config.device_pages,
             host_pages=config.host_pages,
             page_tokens=config.page_tokens,
             prefixes=self._prefixes,
-        )
-        tests = (
-            ledger.evictable,
-            lambda chunk: ledger.host_page_is_free_to_go(chunk) and not ledger.pins[chunk],
-            lambda chunk: (
-                ledger.evictable(chunk)
-                and not ledger.in_host(chunk)
-                and not self._cheaper_to_recompute(chunk)
-            ),
+            is_cheap=_cheaper_to_recompute(config, cost),
         )
         self._orders = tuple(
-            LeavingOrder(ledger, policy, tier=tier, wanted=wanted, page_tokens=config.page_tokens)
-            for tier, wanted in enumerate(tests)
+            LeavingOrder(self._ledger, policy, order=order, page_tokens=config.page_tokens)
+            for order in (LEAVES_DEVICE, LEAVES_HOST, COPIED_AHEAD)
         )
         self._device_order, self._host_order, self._ahead_order = self._orders
-        """Who leaves the device, who leaves the host, who is copied to the host ahead of time."""
         self._conversations: dict[str, CachedConversation] = {}
         self._expiry = Expiry()
         self._swap_outs: list[PageCopy] = []
@@ -194,11 +184,13 @@ class CacheManager:
         self._cut(conversation, num_tokens - 1)
         num_keys = len(conversation.keys)
         adopted = self._adopt(conversation, token_ids, num_tokens)
-        kept = [chunk for chunk in conversation.chunks if chunk != NONE]
-        needed = self.config.pages_for(num_tokens) - sum(map(ledger.on_device, kept))
-        own_evictable = sum(map(ledger.evictable, kept))
+        kept = conversation.present()
+        flags = ledger.flags_of(kept)
+        on_device = flags & DEVICE != 0
+        needed = self.config.pages_for(num_tokens) - int(np.count_nonzero(on_device))
+        own_evictable = int(np.count_nonzero(flags & (DEVICE | PINNED | LOADING) == DEVICE))
         short = needed + reserve_pages > self.num_available - own_evictable
-        if short or any(ledger.arriving(chunk) and not ledger.on_device(chunk) for chunk in kept):
+        if short or np.any(flags & (DEVICE | ARRIVING) == ARRIVING):
             for chunk in adopted:
                 self._detach(chunk, conversation)
             self._strip(conversation)
@@ -206,13 +198,11 @@ class CacheManager:
             return None
         for order in self._orders:
             order.leave(conversation)
-        for chunk in kept:
-            if self._cheaper_to_recompute(chunk) and not ledger.on_device(chunk) and not ledger.shared(chunk):
-                ledger.remove(chunk)
-                continue
-            ledger.pin(chunk)
-            if ledger.in_host(chunk) and ledger.on_device(chunk):
-                self._note_spare_copy(chunk)
+        cheap = flags & (CHEAP | DEVICE | SHARED) == CHEAP
+        for chunk in kept[cheap].tolist():
+            ledger.remove(chunk)
+        ledger.pin(kept[~cheap])
+        self._note_spare_copies(kept[on_device & (flags & HOST != 0)].tolist())
         conversation.running = True
         self._make_room(needed, now)
         return self._lay_out(conversation, num_tokens, history_tokens, adopted)
@@ -223,33 +213,25 @@ class CacheManager:
         """Give every chunk of an admitted conversation its device page, and say what is missing."""
         size, ledger, chunks = self.config.page_tokens, self._ledger, conversation.chunks
         num_pages = self.config.pages_for(num_tokens)
-        swap_ins: list[PageCopy] = []
-        missing: list[tuple[int, int]] = []
-        from_device = from_host = shared = 0
         chunks.extend([NONE] * (num_pages - len(chunks)))
-        for index in range(num_pages):
-            start = index * size
-            end = min(start + size, num_tokens)
-            chunk = chunks[index]
+        for index, chunk in enumerate(chunks):
             if chunk == NONE:
-                chunk = chunks[index] = ledger.new_chunk(conversation, index)
-            cached = min(ledger.filled[chunk], end - start)
-            if ledger.on_device(chunk):
-                from_device += cached
-            else:
-                swap_ins.append(ledger.start_load(chunk))
-                from_host += cached
-            shared += cached if chunk in adopted else 0
-            if start + cached < end:
-                if missing and missing[-1][1] == start + cached:
-                    missing[-1] = (missing[-1][0], end)
-                else:
-                    missing.append((start + cached, end))
-        conversation.page_ids = np.fromiter((ledger.device_page[c] for c in chunks), np.int32, num_pages)
+                chunks[index] = ledger.new_chunk(conversation, index)
+        numbers = conversation.present()
+        starts = np.arange(num_pages) * size
+        ends = np.minimum(starts + size, num_tokens)
+        cached = np.minimum(ledger.filled_of(numbers), ends - starts)
+        to_load = ledger.flags_of(numbers) & DEVICE == 0
+        swap_ins = tuple(map(ledger.start_load, numbers[to_load].tolist()))
+        from_host = int(cached[to_load].sum())
+        from_device = int(cached.sum()) - from_host
+        shared = int(cached[np.isin(numbers, list(adopted))].sum()) if adopted else 0
+        missing = _joined((starts + cached).tolist(), ends.tolist())
+        conversation.page_ids = ledger.device_pages_of(numbers)
         again = [max(0, min(end, history_tokens) - start) for start, end in missing]
         return CachePlan(
-            swap_ins=tuple(swap_ins),
-            missing=tuple(missing),
+            swap_ins=swap_ins,
+            missing=missing,
             tokens_from_device=from_device,
             tokens_from_host=from_host,
             tokens_recomputed=sum(again),
@@ -358,7 +340,7 @@ class CacheManager:
         return could
 
     def _could_warm(self, chunk: int) -> bool:
-        return chunk != NONE and not self._ledger.on_device(chunk) and not self._ledger.flags[chunk]
+        return chunk != NONE and self._ledger.flags[chunk] & (DEVICE | ARRIVING) == 0
 
     def release(self, conversation_id: str) -> None:
         """A conversation will hardly come back: its chunks may go at once. Nothing happens if it runs."""
@@ -434,7 +416,7 @@ class CacheManager:
             else:
                 self._counters.failed_swap_outs += 1
                 self._ledger.give_up_host(chunk)
-                if not self._ledger.on_device(chunk):
+                if not self._ledger.flags[chunk] & DEVICE:
                     self._ledger.remove(chunk)
         for conversation in changed.values():
             if not conversation.running:
@@ -453,7 +435,7 @@ class CacheManager:
             if ok:
                 self._counters.chunks_swapped_in += 1
                 if self._ledger.pins[chunk]:
-                    self._note_spare_copy(chunk)
+                    self._note_spare_copies([chunk])
             else:
                 self._counters.failed_swap_ins += 1
                 self._ledger.give_up_host(chunk)
@@ -541,8 +523,7 @@ class CacheManager:
         conversation = self._running(conversation_id)
         conversation.running = False
         conversation.last_active = now
-        for chunk in conversation.chunks:
-            self._ledger.unpin(chunk, conversation)
+        self._ledger.unpin(conversation.present(), conversation)
         self._strip(conversation)
         self._enter(conversation)
         self._expiry.watch(conversation)
@@ -562,7 +543,7 @@ class CacheManager:
         if last != NONE:
             keep = num_tokens - (len(chunks) - 1) * size
             if self._ledger.filled[last] > keep:
-                if self._ledger.shared(last):
+                if self._ledger.flags[last] & SHARED:
                     self._detach(last, conversation)
                 else:
                     self._ledger.fill(last, keep)
@@ -600,19 +581,14 @@ class CacheManager:
 
     def _evict(self, chunk: int, worth: float, now: float) -> None:
         """Take the device page of a chunk that nobody uses."""
-        if self._ledger.in_host(chunk):
+        flags = self._ledger.flags[chunk]
+        if flags & HOST:
             self._counters.pages_reclaimed += 1
             self._ledger.give_up_device(chunk)
-        elif not self._cheaper_to_recompute(chunk) and self._copy_out(chunk, worth, now, ahead=False):
+        elif not flags & CHEAP and self._copy_out(chunk, worth, now, ahead=False):
             self._ledger.give_up_device(chunk)
         else:
             self._drop(chunk)
-
-    def _cheaper_to_recompute(self, chunk: int) -> bool:
-        if self.config.load_s_per_page is None or self._cost is None:
-            return False
-        context = (self._ledger.index[chunk] + 1) * self.config.page_tokens
-        return self._cost(context) < self.config.load_s_per_page
 
     def _copy_out(self, chunk: int, worth: float, now: float, *, ahead: bool) -> bool:
         """Plan the copy of a chunk to the host, in place of chunks that are worth less.
@@ -624,8 +600,8 @@ class CacheManager:
             ahead: its device page is not needed yet.
 
         Returns:
-            False if the host has no page for it, since everything there is worth more, or if a step would have
-            to wait for the copies under way.
+            False if the host has no page for it, since everything there is worth more, or if a step would
+            have to wait for the copies under way.
         """
         config = self.config
         if config.load_s_per_page is not None and self._ledger.num_arriving >= config.max_swap_outs_under_way:
@@ -637,7 +613,7 @@ class CacheManager:
             if found is None or found[0] >= worth:
                 return False
             victim = found[1]
-            if not self._ledger.on_device(victim):
+            if not self._ledger.flags[victim] & DEVICE:
                 self._drop(victim)
             elif ahead:
                 return False  # it would only take the reclaimable page of another chunk
@@ -648,15 +624,15 @@ class CacheManager:
         self._swap_outs.append(copy)
         return True
 
-    def _note_spare_copy(self, chunk: int) -> None:
-        """A running conversation has a chunk on the device and in the host."""
-        self._spare_copies.append(chunk)
+    def _note_spare_copies(self, chunks: Iterable[int]) -> None:
+        """A running conversation has chunks on the device and in the host."""
+        self._spare_copies.extend(chunks)
         if len(self._spare_copies) > 2 * self.config.host_pages + 64:
             self._spare_copies = deque({c for c in self._spare_copies if self._spare_copy(c)})
 
     def _spare_copy(self, chunk: int) -> bool:
-        ledger = self._ledger
-        return bool(ledger.pins[chunk]) and ledger.on_device(chunk) and ledger.host_page_is_free_to_go(chunk)
+        wanted = DEVICE | HOST | PINNED
+        return self._ledger.flags[chunk] & (wanted | ARRIVING | LOADING) == wanted
 
     def _give_up_spare_copy(self) -> bool:
         """Free the host page of a chunk that is in use on the device: a copy that nobody misses."""
@@ -670,3 +646,28 @@ class CacheManager:
     def _drop(self, chunk: int) -> None:
         self._counters.chunks_dropped += 1
         self._ledger.remove(chunk)
+
+
+def _joined(starts: Iterable[int], ends: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ranges [start, end) that aren't empty, ascending; those that touch are joined."""
+    joined: list[tuple[int, int]] = []
+    for start, end in zip(starts, ends, strict=True):
+        if start == end:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return tuple(joined)
+
+
+def _cheaper_to_recompute(
+    config: CacheConfig, cost: Callable[[int], float] | None
+) -> Callable[[int], bool] | None:
+    """Whether the chunk at an index takes less time to recompute than to load; None: nobody asks."""
+    load_s = config.load_s_per_page
+    if load_s is None:
+        return None
+    if cost is None:
+        raise ValueError("cost: got None, expected the cost of recomputing, to hold load_s_per_page against")
+    return lambda index: cost((index + 1) * config.page_tokens) < load_s

@@ -5,13 +5,12 @@ has 128 bits of BLAKE2b, so that two contents under one key are not a risk to be
 """
 
 import hashlib
-from array import array
 
 import numpy as np
 
 KEY_BYTES = 16
-EMPTY, GONE = -1, -2
-"""Slots of the table that never held a chunk, and that held one."""
+NO_KEY = bytes(KEY_BYTES)
+"""Of a chunk that isn't in the index."""
 
 
 class Keys:
@@ -44,23 +43,25 @@ class Keys:
 class PrefixIndex:
     """Key of a full chunk -> the chunk that holds it, for chunks in some tier.
 
-    A hash table with open addressing over arrays: a dictionary of bytes would need several times the
-    memory of everything else that is known of a chunk.
+    A hash table with linear probing over arrays: a dictionary of bytes would need several times the memory of
+    everything else that is known of a chunk. It is as large as it will ever have to be from the start, and
+    entries move up when one is taken out, so that no operation is ever slow.
     """
 
-    def __init__(self, *, identity: bytes, page_tokens: int) -> None:
+    def __init__(self, *, identity: bytes, page_tokens: int, most_chunks: int) -> None:
         """Args:
         identity: distinguishes models, weights and dtypes.
         page_tokens: tokens of a chunk.
+        most_chunks: chunks are numbers below this.
         """
         self._identity = identity
         self._page_tokens = page_tokens
-        self._slots = array("i", [EMPTY]) * 64
-        """Chunk numbers; the length is a power of two."""
-        self._num_used = 0
-        """Slots that aren't `EMPTY`."""
+        num_slots = 1 << (most_chunks * 3 // 2).bit_length()
+        self._slots = memoryview(np.zeros(num_slots, np.int32))
+        """Chunk numbers plus 1; 0 where there is none."""
+        self._mask = num_slots - 1
         self._num_chunks = 0
-        self._keys = bytearray()
+        self._keys = memoryview(np.zeros(most_chunks * KEY_BYTES, np.uint8))
         """By chunk number; zeros for a chunk that isn't in the index."""
 
     def __len__(self) -> int:
@@ -90,50 +91,49 @@ class PrefixIndex:
 
     def find(self, key: bytes) -> int | None:
         """The chunk of that key, or None."""
-        chunk = self._slots[self._slot(key)]
-        return None if chunk == EMPTY else chunk
+        entry = self._slots[self._slot(key)]
+        return entry - 1 if entry else None
 
     def add(self, key: bytes, chunk: int) -> None:
         """Enter a chunk that has become full, unless another one holds the same."""
         slot = self._slot(key)
-        if self._slots[slot] != EMPTY:
-            return
-        if len(self._keys) < (chunk + 1) * KEY_BYTES:
-            self._keys.extend(bytes((chunk + 1) * KEY_BYTES - len(self._keys)))
-        self._keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES] = key
-        self._slots[slot] = chunk
-        self._num_used += 1
-        self._num_chunks += 1
-        if 3 * self._num_used > 2 * len(self._slots):
-            self._rebuild()
+        if not self._slots[slot]:
+            self._keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES] = key
+            self._slots[slot] = chunk + 1
+            self._num_chunks += 1
 
     def remove(self, chunk: int) -> None:
         """Take a chunk out that is in no tier any more, if it is in."""
         key = self._key(chunk)
-        if not any(key):
+        if key == NO_KEY:
             return
-        self._slots[self._slot(key)] = GONE
-        self._keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES] = bytes(KEY_BYTES)
+        self._close_up(self._slot(key))
+        self._keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES] = NO_KEY
         self._num_chunks -= 1
 
     def _key(self, chunk: int) -> bytes:
         return bytes(self._keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES])
 
+    def _home(self, key: bytes) -> int:
+        """Where the search for a key begins."""
+        return int.from_bytes(key[:8]) & self._mask
+
     def _slot(self, key: bytes) -> int:
         """Where a key is, or the empty slot that ends the search for it."""
-        slots = self._slots
-        mask = len(slots) - 1
-        slot = int.from_bytes(key[:8]) & mask
-        while (chunk := slots[slot]) != EMPTY:
-            if chunk != GONE and self._key(chunk) == key:
-                return slot
+        slots, mask = self._slots, self._mask
+        slot = self._home(key)
+        while (entry := slots[slot]) and self._key(entry - 1) != key:
             slot = (slot + 1) & mask
         return slot
 
-    def _rebuild(self) -> None:
-        """Enter all chunks anew, into a table at most a third full."""
-        chunks = [chunk for chunk in self._slots if chunk >= 0]
-        self._slots = array("i", [EMPTY]) * max(64, 1 << (3 * len(chunks)).bit_length())
-        self._num_used = len(chunks)
-        for chunk in chunks:
-            self._slots[self._slot(self._key(chunk))] = chunk
+    def _close_up(self, hole: int) -> None:
+        """Empty a slot, and move the entries up that are found only past it."""
+        slots, mask = self._slots, self._mask
+        slot = (hole + 1) & mask
+        while entry := slots[slot]:
+            home = self._home(self._key(entry - 1))
+            if (slot - home) & mask >= (slot - hole) & mask:
+                slots[hole] = entry
+                hole = slot
+            slot = (slot + 1) & mask
+        slots[hole] = 0

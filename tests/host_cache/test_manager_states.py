@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from host_cache.config import CacheConfig
 from host_cache.cost_model import RecomputeCost
 from host_cache.counters import CacheCounters
-from host_cache.ledger import NONE, Ledger
+from host_cache.ledger import ARRIVING, HOST, NONE, Ledger
 from host_cache.manager import CacheManager
 from host_cache.policies import make_policy, value
 
@@ -311,10 +311,8 @@ class ManagerMachine(RuleBasedStateMachine):
         """The order kept up to date gives what looking at every chunk gives."""
         manager, now = self.manager, self.tick()
         ledger, policy = manager._ledger, manager.policy
-        for order, can_leave in zip(
-            manager._orders, (order._wanted for order in manager._orders), strict=True
-        ):
-            worth = []
+        for order in manager._orders:
+            can_leave, worth = order.can_leave, []
             for conversation in manager._conversations.values():
                 for chunk in conversation.chunks:
                     if chunk == NONE or not can_leave(chunk) or ledger.owner(chunk) is not conversation:
@@ -363,10 +361,11 @@ def test_the_machine_notices_a_page_reused_too_soon(monkeypatch):
 
     def release_at_once(self, chunk):
         page = self.host_page[chunk]
-        if page != NONE and self.arriving(chunk):
+        if self.flags[chunk] & ARRIVING:
             self._arriving.pop(page)
             self._host.release(page)
-            self.host_page[chunk], self.flags[chunk] = NONE, 0
+            self.host_page[chunk] = NONE
+            self._set(chunk, self.flags[chunk] & ~(HOST | ARRIVING))
 
     monkeypatch.setattr(Ledger, "give_up_host", release_at_once)
     case = variant("FaultyMachine")

@@ -8,7 +8,7 @@ from host_cache.prefix_index import Keys, PrefixIndex
 
 
 def test_like_a_dictionary():
-    index, rng = PrefixIndex(identity=b"m", page_tokens=4), random.Random(0)
+    index, rng = PrefixIndex(identity=b"m", page_tokens=4, most_chunks=10_000), random.Random(0)
     known = {}
     for _ in range(4_000):
         key = rng.randrange(1, 4000).to_bytes(8, "little") * 2
@@ -28,7 +28,9 @@ def test_like_a_dictionary():
 def test_keys_depend_on_everything_before_and_on_whose_they_are():
     def keys(tokens, *, identity=b"model", tenant=""):
         made = Keys()
-        PrefixIndex(identity=identity, page_tokens=4).extend(made, np.array(tokens, np.int32), tenant)
+        PrefixIndex(identity=identity, page_tokens=4, most_chunks=9).extend(
+            made, np.array(tokens, np.int32), tenant
+        )
         return [made[i] for i in range(len(made))]
 
     base = keys(range(12))
@@ -40,7 +42,11 @@ def test_keys_depend_on_everything_before_and_on_whose_they_are():
 
 
 def test_keys_are_extended_cut_and_copied():
-    index, keys, tokens = PrefixIndex(identity=b"", page_tokens=4), Keys(), np.arange(40, dtype=np.int32)
+    index, keys, tokens = (
+        PrefixIndex(identity=b"", page_tokens=4, most_chunks=9),
+        Keys(),
+        np.arange(40, dtype=np.int32),
+    )
     index.extend(keys, tokens[:9], "")
     index.extend(keys, tokens, "")
     whole = Keys()
