@@ -84,14 +84,14 @@ class LeavingOrder:
         if now != self._now:
             self._start_moment(now)
         while True:
-            found = self._least_head()
+            entry = self._least_head()
+            worth = np.inf if entry is None else float(self._values[entry[4]])
             dear = self._least_dear() if self._dear_front else None
-            if dear is not None and (found is None or dear[0] <= found[0]):
+            if dear is not None and dear[0] <= worth:
                 self._found = dear[1]
                 return dear
-            if found is None:
+            if entry is None:
                 return None
-            worth, entry = found
             self._found = entry
             _, _, conversation, index, _ = entry
             chunk = conversation.chunks[index] if index < len(conversation.chunks) else NONE
@@ -109,10 +109,14 @@ class LeavingOrder:
         found, self._found = self._found, None
         if isinstance(found, int):
             self._dear.pop(found, None)
-        elif found is not None:
-            conversation = found[2]
-            if conversation.leaving[self._order] is found:
-                self._push(conversation, self._after(conversation, found[3]))
+        elif found is not None and self._valid(found):
+            _, _, conversation, index, number = found
+            self.leave(conversation)
+            heap = self._heaps[number]
+            if heap[0] is found:
+                heapq.heappop(heap)
+                self._head_has_changed(number)
+            self._push(conversation, self._after(conversation, index))
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -209,19 +213,18 @@ class LeavingOrder:
         if heap:
             origin = self._origins[number] = heap[0][0]
             if self._now is not None:
-                self._values[number] = value(float(self._weights[number]), origin, self._now)
+                self._values[number] = self._weights[number] / max(self._now - origin, MIN_IDLE_S)
         else:
             del self._classes[float(self._weights[number])]
             self._unused.append(number)
             self._weights[number] = self._values[number] = np.inf
 
-    def _least_head(self) -> tuple[float, Entry] | None:
+    def _least_head(self) -> Entry | None:
         while self._classes:
             number = int(self._values.argmin())
             heap = self._heaps[number]
-            entry = heap[0]
-            if self._valid(entry):
-                return float(self._values[number]), entry
+            if self._valid(heap[0]):
+                return heap[0]
             heapq.heappop(heap)
             self._head_has_changed(number)
         return None

@@ -231,10 +231,10 @@ class Ledger:
         else:
             self.give_up_host(chunk)
             self.give_up_device(chunk)
-        index = self.index[chunk]
         for conversation in self.sharers(chunk):
-            conversation.chunks[index] = NONE
-        self._sharers.pop(chunk, None)
+            conversation.chunks[self.index[chunk]] = NONE
+        if flags & SHARED:
+            del self._sharers[chunk]
         self._prefixes.remove(chunk)
         self._owner[chunk] = None
         self._numbers.release(chunk)

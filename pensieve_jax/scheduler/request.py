@@ -8,6 +8,8 @@ import numpy as np
 
 from pensieve_jax.core.types import SampledToken, SamplingParams
 
+NO_PAGES = np.zeros(0, np.int32)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
@@ -34,6 +36,8 @@ class Request:
     running: bool = False
     capacity_tokens: int = 0
     """While it runs: tokens that its pages hold."""
+    page_ids: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    """i32[pages]: while it runs, its device pages."""
     num_computed: int = 0
     """Tokens up to the last one that this turn has computed."""
     counts: "AdmissionCounts | None" = None

@@ -9,7 +9,7 @@ from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.plans import StepPlan, StepResult, StepStart
 from pensieve_jax.scheduler.queue import WaitingQueue
 from pensieve_jax.scheduler.request import AdmissionCounts, Request, RequestOutput
-from pensieve_jax.scheduler.rows import row_of, rows_of
+from pensieve_jax.scheduler.rows import decode_row, rows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +108,7 @@ class Scheduler:
             self._suspend_for_next_pages(running, now)
             running = [request for request in running if request.running]
         # A decoding request needs the row of its last token: no budget to ask, since max_rows fit a step.
-        decode_rows = [
-            row_of(request, self.cache, request.num_tokens - 1, request.num_tokens)
-            for request in running
-            if request.decoding
-        ]
+        decode_rows = [decode_row(request) for request in running if request.decoding]
         rows = [] if self.config.separate_phases else decode_rows
         tokens = len(rows)
 
@@ -211,7 +207,7 @@ class Scheduler:
             if request.num_tokens > request.capacity_tokens and request.pending:
                 if not self.cache.grow(request.conversation_id, request.num_tokens, now):
                     return False
-                request.capacity_tokens = self.cache.capacity(request.conversation_id)
+                self._note_pages(request)
         return True
 
     def _suspend_for_next_pages(self, running: list[Request], now: float) -> None:
@@ -241,7 +237,7 @@ class Scheduler:
         self._running[request.id] = request
         self._admitted.append((request, plan))
         request.running = True
-        request.capacity_tokens = self.cache.capacity(request.conversation_id)
+        self._note_pages(request)
         request.pending.clear()
         request.pending.extend(plan.missing)
         if request.first_step_s is None:
@@ -257,6 +253,10 @@ class Scheduler:
                 recomputed=plan.tokens_recomputed,
             )
         return request, plan.swap_ins
+
+    def _note_pages(self, request: Request) -> None:
+        request.capacity_tokens = self.cache.capacity(request.conversation_id)
+        request.page_ids = self.cache.page_ids(request.conversation_id, request.capacity_tokens)
 
     def _num_busy(self) -> int:
         """Requests that run and have something left to compute."""
