@@ -229,12 +229,15 @@ class Ledger:
             del self._loading[host_page]
             self._abandoned.add(PageCopy(self.device_page[chunk], host_page))
         else:
-            self.give_up_host(chunk)
-            self.give_up_device(chunk)
-        for conversation in self.sharers(chunk):
-            conversation.chunks[self.index[chunk]] = NONE
+            if flags & HOST:
+                self.give_up_host(chunk)
+            if flags & DEVICE:
+                self.give_up_device(chunk)
         if flags & SHARED:
-            del self._sharers[chunk]
+            for conversation in self._sharers.pop(chunk):
+                conversation.chunks[self.index[chunk]] = NONE
+        else:
+            self.owner(chunk).chunks[self.index[chunk]] = NONE
         self._prefixes.remove(chunk)
         self._owner[chunk] = None
         self._numbers.release(chunk)

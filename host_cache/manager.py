@@ -56,6 +56,7 @@ class CacheManager:
         self._device_order, self._host_order, self._ahead_order = self._orders
         self._conversations: dict[str, CachedConversation] = {}
         self._expiry = Expiry()
+        self._most_arriving = config.max_swap_outs_under_way if config.load_s_per_page is not None else None
         self._swap_outs: list[PageCopy] = []
         self._to_warm: list[str] = []
         """Conversations whose next turn is near, since the last step."""
@@ -603,8 +604,7 @@ class CacheManager:
             False if the host has no page for it, since everything there is worth more, or if a step would
             have to wait for the copies under way.
         """
-        config = self.config
-        if config.load_s_per_page is not None and self._ledger.num_arriving >= config.max_swap_outs_under_way:
+        if self._most_arriving is not None and self._ledger.num_arriving >= self._most_arriving:
             return False
         while (copy := self._ledger.start_copy_out(chunk)) is None:
             if self._give_up_spare_copy():

@@ -9,8 +9,8 @@ import hashlib
 import numpy as np
 
 KEY_BYTES = 16
-NO_KEY = bytes(KEY_BYTES)
-"""Of a chunk that isn't in the index."""
+NOT_IN = -1
+"""Home of a chunk that isn't in the index."""
 
 
 class Keys:
@@ -62,7 +62,9 @@ class PrefixIndex:
         self._mask = num_slots - 1
         self._num_chunks = 0
         self._keys = memoryview(np.zeros(most_chunks * KEY_BYTES, np.uint8))
-        """By chunk number; zeros for a chunk that isn't in the index."""
+        """By chunk number, for those that are in the index."""
+        self._homes = memoryview(np.full(most_chunks, NOT_IN, np.int32))
+        """By chunk number: the slot where the search for its key begins."""
 
     def __len__(self) -> int:
         return self._num_chunks
@@ -99,30 +101,29 @@ class PrefixIndex:
         slot = self._slot(key)
         if not self._slots[slot]:
             self._keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES] = key
+            self._homes[chunk] = self._home(key)
             self._slots[slot] = chunk + 1
             self._num_chunks += 1
 
     def remove(self, chunk: int) -> None:
         """Take a chunk out that is in no tier any more, if it is in."""
-        key = self._key(chunk)
-        if key == NO_KEY:
+        slot = self._homes[chunk]
+        if slot == NOT_IN:
             return
-        self._close_up(self._slot(key))
-        self._keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES] = NO_KEY
+        self._homes[chunk] = NOT_IN
         self._num_chunks -= 1
-
-    def _key(self, chunk: int) -> bytes:
-        return bytes(self._keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES])
+        while self._slots[slot] != chunk + 1:
+            slot = (slot + 1) & self._mask
+        self._close_up(slot)
 
     def _home(self, key: bytes) -> int:
-        """Where the search for a key begins."""
         return int.from_bytes(key[:8]) & self._mask
 
     def _slot(self, key: bytes) -> int:
         """Where a key is, or the empty slot that ends the search for it."""
-        slots, mask = self._slots, self._mask
+        slots, mask, keys = self._slots, self._mask, self._keys
         slot = self._home(key)
-        while (entry := slots[slot]) and self._key(entry - 1) != key:
+        while (entry := slots[slot]) and keys[(entry - 1) * KEY_BYTES : entry * KEY_BYTES] != key:
             slot = (slot + 1) & mask
         return slot
 
@@ -131,8 +132,7 @@ class PrefixIndex:
         slots, mask = self._slots, self._mask
         slot = (hole + 1) & mask
         while entry := slots[slot]:
-            home = self._home(self._key(entry - 1))
-            if (slot - home) & mask >= (slot - hole) & mask:
+            if (slot - self._homes[entry - 1]) & mask >= (slot - hole) & mask:
                 slots[hole] = entry
                 hole = slot
             slot = (slot + 1) & mask
