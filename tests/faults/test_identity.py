@@ -32,7 +32,8 @@ def engine():
 
 def keys_of(tokens, *, tenant="", identity=b"model float32"):
     keys = Keys()
-    PrefixIndex(identity=identity, page_tokens=4).extend(keys, np.array(tokens, np.int32), tenant)
+    index = PrefixIndex(identity=identity, page_tokens=4, most_chunks=9)
+    index.extend(keys, np.array(tokens, np.int32), tenant)
     return [keys[index] for index in range(len(keys))]
 
 
