@@ -5,7 +5,7 @@ Cost(l) = Cost_attention(l) + c: attention grows with the context, the rest of t
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class RecomputeCost:
     """Time of everything else for one chunk: the constant c."""
     source: str
     """Where the numbers come from, for people to read."""
+    _known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Answers so far: planning asks for few context lengths, and often."""
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.context_tokens, self.context_tokens[1:], strict=False))
@@ -36,6 +38,12 @@ class RecomputeCost:
 
     def __call__(self, context_tokens: int) -> float:
         """Seconds to recompute a chunk that ends at this context length."""
+        seconds = self._known.get(context_tokens)
+        if seconds is None:
+            seconds = self._known[context_tokens] = self._interpolated(context_tokens)
+        return seconds
+
+    def _interpolated(self, context_tokens: int) -> float:
         xs, ys = self.context_tokens, self.attention_s
         right = min(
             max(bisect.bisect_left(xs, context_tokens), 1), len(xs) - 1

@@ -9,7 +9,6 @@ Within a conversation chunks leave from one end. A policy of your own is a class
 see `docs/own-policy.md`.
 """
 
-import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -205,7 +204,7 @@ def make_policy(policy: str | PolicyFactory, cost: Cost) -> EvictionPolicy:
     Raises:
         ValueError: as `find_policy`, or what the factory makes has not the members of `EvictionPolicy`.
     """
-    made = find_policy(policy)(functools.cache(cost))
+    made = find_policy(policy)(cost)
     missing = [name for name in MEMBERS if not hasattr(made, name)]
     if missing:
         raise ValueError(f"policy: got {made!r}, expected the members {', '.join(missing)}, too")
