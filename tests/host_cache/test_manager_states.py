@@ -304,6 +304,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_add_up(self):
+        REACHED[type(self).__name__, "steps"] += 1
         self.manager.check_integrity()
 
     @invariant()
@@ -354,6 +355,7 @@ def test_every_path_is_reached():
     case("runTest").runTest()
     reached = {name: REACHED["CountingMachine", name] for name in CacheCounters.__slots__}
     assert all(reached.values()), reached
+    assert REACHED["CountingMachine", "steps"] >= 10_000
 
 
 def test_the_machine_notices_a_page_reused_too_soon(monkeypatch):
