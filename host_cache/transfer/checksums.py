@@ -1,5 +1,6 @@
 """A checksum per host page, taken from the bytes that came and checked before they go back."""
 
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class PageChecksums:
         self._pool = pool
         self._sums = [0] * pool.num_pages
         self.counters = ChecksumCounters()
+        self._lock = threading.Lock()
 
     def note(self, host_pages: Sequence[int], layers: Sequence[Sequence[np.ndarray]]) -> None:
         """Take the checksums of pages that come.
@@ -38,7 +40,8 @@ class PageChecksums:
         """
         for place, page in enumerate(host_pages):
             self._sums[page] = _sum(layers, place)
-        self.counters.pages_summed += len(host_pages)
+        with self._lock:  # pages may come in several threads
+            self.counters.pages_summed += len(host_pages)
 
     def damaged(self, host_pages: Sequence[int]) -> list[int]:
         """Those of some pages that hold other bytes than those that came."""

@@ -76,6 +76,7 @@ class FaultyMover:
 
     def swap_out(self, copies: Sequence[PageCopy], staged: list[jax.Array]) -> None:
         """As `PageMover.swap_out`."""
+        self._mover.wait_for_loads()  # which may read host pages that are used again for these copies
         for copy in copies:
             self._scribble(copy.host_page)
         self._mover.swap_out(copies, staged)
@@ -130,6 +131,10 @@ class FaultyMover:
             self.counters.late_loads += 1
             time.sleep(self._random.uniform(0, MOST_SECONDS_LATE))
         return self._mover.stage_in(layer, host_pages, padded)
+
+    def wait_for_loads(self) -> None:
+        """As `PageMover.wait_for_loads`."""
+        self._mover.wait_for_loads()
 
     def close(self) -> None:
         """As `PageMover.close`."""

@@ -61,6 +61,8 @@ class Mover(Protocol):
 
     def stage_in(self, layer: int, host_pages: np.ndarray, padded: int) -> jax.Array: ...
 
+    def wait_for_loads(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -198,11 +200,16 @@ class PageMover:
         self._slots.append((slot, staged))
         return staged
 
+    def wait_for_loads(self) -> None:
+        """Wait until nothing is copied from the pool itself any more."""
+        jax.block_until_ready(list(self._direct))
+        self._direct.clear()
+
     def close(self) -> None:
         """Give the staging buffers and the pool's memory back, once nothing is copied from them any more."""
         if self._threads is not None:
             self._threads.shutdown()
-        jax.block_until_ready(list(self._direct))
+        self.wait_for_loads()
         self._drop_slots()
         self.pool.close()
 
