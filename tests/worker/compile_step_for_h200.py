@@ -1,0 +1,144 @@
+"""Compile whole steps for H200s without one: python compile_step_for_h200.py PARTS
+
+PARTS is a folder made from requirements/aot.txt. Two layers of known dimensions, for one GPU and for two.
+Prints a line of JSON for each case: the pools' bytes, how many of them are written in place, temporary bytes,
+launches, and how many of these are ours. A process of its own, as tests/pallas_kernels/compile_for_h200.py.
+"""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+PARTS = sys.argv[1]
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={PARTS}/nvidia/cu13",
+}
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT)]
+sys.path.append(PARTS)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import pallas_kernels.multi_token_attention.api  # noqa: E402
+import pallas_kernels.norm.api  # noqa: E402
+import pallas_kernels.skinny_matmul.api  # noqa: E402
+from pensieve_jax.core.plans import Row, SampleRequest  # noqa: E402
+from pensieve_jax.core.types import SamplingParams  # noqa: E402
+from pensieve_jax.models.families import abstract_model  # noqa: E402
+from pensieve_jax.models.presets import preset  # noqa: E402
+from pensieve_jax.parallel import TENSOR_AXIS, partition_specs  # noqa: E402
+from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, pack  # noqa: E402
+from pensieve_jax.worker.runner import KV_SPEC, ModelRunner  # noqa: E402
+
+for api in (
+    pallas_kernels.multi_token_attention.api,
+    pallas_kernels.norm.api,
+    pallas_kernels.skinny_matmul.api,
+):
+    api.runs_here = lambda _: True  # what is compiled for is not the default device
+
+LAYERS, PAGE_TOKENS = 2, 32
+GREEDY = SampleRequest(
+    params=SamplingParams(temperature=0.0), num_generated=0, context_ids=np.zeros(0, np.int32)
+)
+CASES = {
+    "decode 64, 13B": ("llama-2-13b-kv10", 1, 64, 1, 1024),
+    "prefill 2048, 13B": ("llama-2-13b-kv10", 1, 1, 2048, 2048),
+    "decode 64, 70B on two": ("llama-2-70b", 2, 64, 1, 1024),
+}
+"""Name -> (dimensions, GPUs, rows, query tokens of each, context of each)."""
+
+
+class AbstractRunner(ModelRunner):
+    """A runner whose weights and pools are shapes."""
+
+    def __init__(self, name: str, mesh: Mesh, num_pages: int) -> None:
+        model = abstract_model(
+            dict(preset(name)) | {"num_hidden_layers": LAYERS}, dtype=np.dtype(jax.numpy.bfloat16)
+        )
+        self.spec, self.mesh, self.num_shards = model.spec, mesh, mesh.size
+        self._axis = TENSOR_AXIS if mesh.size > 1 else None
+        graphs, states = zip(
+            *(nnx.split(p) for p in (model.embedding, *model.layers, model.head)), strict=True
+        )
+        self._specs = [partition_specs(state, num_shards=mesh.size) for state in states]
+        self.graphs = graphs
+        self.states = [
+            jax.tree.map(self.placed, state, specs) for state, specs in zip(states, self._specs, strict=True)
+        ]
+        pool = (num_pages, 2, self.spec.num_kv_heads, PAGE_TOKENS, self.spec.head_dim)
+        self.pools = [self.placed(jax.ShapeDtypeStruct(pool, self.spec.dtype), KV_SPEC)] * LAYERS
+
+    def placed(self, leaf, split):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, split))
+
+
+def main() -> None:
+    target = (ROOT / "tests" / "pallas_kernels" / "h200.txtpb").read_text()
+    for case, (name, num_gpus, rows, tokens, context) in CASES.items():
+        topology = topologies.get_topology_desc(
+            "h200", platform="cuda", target_config=target, topology=f"1x1x{num_gpus}"
+        )
+        pages = -(-context // PAGE_TOKENS)
+        runner = AbstractRunner(name, Mesh(np.array(topology.devices), (TENSOR_AXIS,)), rows * pages)
+        spec = runner.spec
+        shapes = BatchShapes(
+            num_pages=rows * pages,
+            page_tokens=PAGE_TOKENS,
+            max_rows=rows,
+            max_tokens=max(rows * tokens, 64),
+            max_pages=pages,
+            planned_heads=(spec.num_heads // num_gpus, spec.num_kv_heads // num_gpus),
+        )
+        batch, _ = pack(
+            [
+                Row(
+                    request_id=i,
+                    token_ids=np.zeros(tokens, np.int32),
+                    start=context - tokens,
+                    page_ids=np.arange(pages, dtype=np.int32),
+                    sample=GREEDY,
+                )
+                for i in range(rows)
+            ],
+            shapes,
+            PreviousSamples(token_ids=np.zeros(shapes.max_samples, np.int32), places={}),
+        )
+        compiled = (
+            jax.jit(runner._whole_step, static_argnames="graphs", donate_argnames="pools")
+            .lower(
+                graphs=runner.graphs,
+                states=runner.states,
+                pools=runner.pools,
+                batch=jax.tree.map(lambda x, r=runner: r.placed(x, P()), batch),
+            )
+            .compile()
+        )
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        entry = text[text.index("ENTRY") :]
+        launches = re.findall(r" (fusion|custom-call|copy|all-reduce|all-reduce-start)\(", entry)
+        print(
+            json.dumps(
+                {
+                    "case": case,
+                    "pool_bytes": sum(int(np.prod(pool.shape)) * 2 for pool in runner.pools) // num_gpus,
+                    "in_place_bytes": memory.alias_size_in_bytes,
+                    "temp_bytes": memory.temp_size_in_bytes,
+                    "launches": len(launches),
+                    "kernels": len(re.findall(r"custom_call_target=\"mosaic_gpu", entry)),
+                }
+            ),
+            flush=True,
+        )
+
+
+main()

@@ -1,0 +1,42 @@
+"""Whole steps compiled ahead of time for H200s: pools in place, few launches, on one GPU and on two."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARTS = Path(__file__).parents[2] / ".cache" / "aot"
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    if not (PARTS / "jax_plugins").is_dir():
+        pytest.skip("needs the compiler: pip install --no-deps --target .cache/aot -r requirements/aot.txt")
+    script = Path(__file__).parent / "compile_step_for_h200.py"
+    done = subprocess.run(
+        [sys.executable, script, PARTS], capture_output=True, text=True, check=False, timeout=290
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["case"]: line for line in lines}
+
+
+def test_pools_are_written_in_place(compiled):
+    assert len(compiled) == 3
+    for line in compiled.values():
+        assert line["in_place_bytes"] == line["pool_bytes"], line
+        # A copy of one layer's pool would show.
+        if line["case"].startswith("decode"):
+            assert line["temp_bytes"] < line["pool_bytes"] / LAYERS / 4, line
+
+
+def test_a_decode_step_is_few_launches(compiled):
+    """A layer: norm, q k v, rotation, writing, attention, product, norm, gate and up, product; all-reduces."""
+    around = 7
+    one, two = compiled["decode 64, 13B"], compiled["decode 64, 70B on two"]
+    assert one["kernels"] == two["kernels"] == 7 * LAYERS + 2
+    assert one["launches"] <= 9 * LAYERS + around
+    assert two["launches"] <= 13 * LAYERS + around
