@@ -34,7 +34,7 @@ def test_pools_are_written_in_place(compiled):
 
 
 def test_a_decode_step_is_few_launches(compiled):
-    """A layer: norm, q k v, rotation, writing, attention, product, norm, gate and up, product; all-reduces."""
+    """A layer: norm, q k v, rotation, writing, attention, product, norm, gate and up, product."""
     around = 7
     one, two = compiled["decode 64, 13B"], compiled["decode 64, 70B on two"]
     assert one["kernels"] == two["kernels"] == 7 * LAYERS + 2
