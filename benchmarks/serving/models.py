@@ -8,15 +8,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from pensieve_jax.core.model_shape import ModelShape
 from pensieve_jax.engine.build import open_checkpoint
-from pensieve_jax.models import ModelSpec, ServableModel, load_tokenizer, make_model
+from pensieve_jax.models import ModelSpec, ServableModel, load_tokenizer
 from pensieve_jax.models.families import abstract_model
 from pensieve_jax.models.loading import config_and_dtype
 from pensieve_jax.models.presets import PRESETS, preset, random_model
 from pensieve_jax.models.shape import shape_of
+from pensieve_jax.parallel import make_mesh
 
 TINY = {
     "model_type": "llama",
@@ -98,6 +98,5 @@ class ModelChoice:
             return open_checkpoint(
                 self.checkpoint, dtype=self.dtype, num_shards=self.num_shards, progress=progress
             ).model
-        if self.name == "tiny":
-            return make_model(TINY, dtype=np.dtype(jnp.dtype(self.dtype)), rngs=nnx.Rngs(0))
-        return random_model(self.name, dtype=np.dtype(jnp.dtype(self.dtype)))
+        mesh = make_mesh(self.num_shards)
+        return random_model(self.config, dtype=np.dtype(jnp.dtype(self.dtype)), mesh=mesh)

@@ -47,6 +47,7 @@ class OpenAIServerSystem:
         self._clock = clock
         self._events: SimpleQueue[Event | BaseException] = SimpleQueue()
         self._tasks: set[asyncio.Task] = set()
+        self._salt = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai-client", daemon=True)
         self._thread.start()
@@ -91,12 +92,12 @@ class OpenAIServerSystem:
         """Nothing goes on behind answers that it could be asked to finish."""
 
     def reset(self) -> None:
-        """Break off what runs, and have the server forget its prefix cache where it offers that (vLLM with
-        VLLM_SERVER_DEV_MODE=1). Where it doesn't, `serve` notices what was left."""
+        """Break off what runs. From now on prompts have another `cache_salt`, so that nothing cached is
+        found; `serve` notices a server that doesn't heed it."""
         self._call(self._break_off())
         while not self._events.empty():
             self._events.get_nowait()
-        self._call(self._post_quietly("/reset_prefix_cache"))
+        self._salt += 1
 
     def counters(self) -> Mapping[str, float]:
         """None are read."""
@@ -140,6 +141,7 @@ class OpenAIServerSystem:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            "cache_salt": f"run {self._salt}",
         }
         name, output, cached = request.conversation_id, [], 0
         end_s = self._clock()
@@ -172,12 +174,6 @@ class OpenAIServerSystem:
         response = await self._client.get(path)
         response.raise_for_status()
         return response.json()
-
-    async def _post_quietly(self, path: str) -> None:
-        try:
-            await self._client.post(path)
-        except httpx2.HTTPError as error:
-            raise SystemUnavailableError(f"{self._url}: {error!r}") from error
 
     def _version(self) -> str:
         try:

@@ -4,7 +4,6 @@ Tokens go in and out as ids; the history is sent again at every turn, as its API
 """
 
 import importlib
-import inspect
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,6 @@ from benchmarks.serving.systems.base import (
     Event,
     FirstToken,
     RefusedError,
-    ServingError,
     SystemFacts,
     SystemUnavailableError,
     TurnRequest,
@@ -78,7 +76,7 @@ class VllmSystem:
             raise SystemUnavailableError(f"{name}: vLLM can't be imported here: {error}") from error
         arguments = engine_arguments(name, settings, folder)
         self._params = vllm.SamplingParams
-        self._delta = vllm.sampling_params.RequestOutputKind.DELTA
+        self._delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
         self._llm = vllm.LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._clock = clock
@@ -88,7 +86,8 @@ class VllmSystem:
             settings={key: value for key, value in arguments.items() if key != "model"},
             tells_tiers=name != "vllm-offload",
         )
-        self._cached = name != "vllm-stateless"
+        self._salt = 0
+        """Part of every block's hash, so that no run finds what an earlier one has left in any tier."""
         self._pending: dict[str, _Pending] = {}
         """By request id."""
         self._next_id = 0
@@ -118,7 +117,8 @@ class VllmSystem:
             output_kind=self._delta,
         )
         try:
-            self._engine.add_request(name, {"prompt_token_ids": prompt.tolist()}, params)
+            given = {"prompt_token_ids": prompt.tolist(), "cache_salt": f"run {self._salt}"}
+            self._engine.add_request(name, given, params)
         except ValueError as error:
             raise RefusedError(str(error)) from error
         self._pending[name] = _Pending(request.conversation_id, len(prompt), len(prompt) - len(request.new))
@@ -150,14 +150,8 @@ class VllmSystem:
             while self._engine.has_unfinished_requests():
                 self._engine.step()
             self._pending.clear()
-        if not self._cached:
-            return
-        reset = self._llm.reset_prefix_cache
-        options = (
-            {"reset_connector": True} if "reset_connector" in inspect.signature(reset).parameters else {}
-        )
-        if reset(**options) is False:
-            raise ServingError(f"{self.facts.name}: the prefix cache could not be reset")
+        self._salt += 1
+        self._llm.reset_prefix_cache()  # only makes room: what stays can't be found any more
 
     def counters(self) -> Mapping[str, float]:
         """None are read."""
