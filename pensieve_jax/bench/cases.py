@@ -14,6 +14,8 @@ class Kind(StrEnum):
     """One step whose rows' past comes from host memory."""
     SWAP_OUT = "swap-out"
     """Steps that also copy pages to host memory, beside steps that don't."""
+    MIXED = "mixed"
+    """Decode steps that also compute pieces of a prompt, beside both alone."""
     HOST = "host"
     """Steps as the engine dispatches them, beside the same back to back."""
 
@@ -28,6 +30,7 @@ class Case:
         rows: how many.
         new_tokens: query tokens of each row.
         past_tokens: tokens of each row whose KV is there already.
+        prompt_tokens: of the prompt that is computed beside the rows, in pieces.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Case:
     rows: int
     new_tokens: int
     past_tokens: int
+    prompt_tokens: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -55,6 +59,7 @@ class Case:
             rows=max(1, self.rows // scale),
             new_tokens=1 if self.is_decode else max(2, self.new_tokens // scale),
             past_tokens=self.past_tokens // scale,
+            prompt_tokens=self.prompt_tokens // scale,
         )
 
 
@@ -77,6 +82,14 @@ CASES: Sequence[Case] = (
     prefill_case(8, 4096),
     prefill_case(16, 1024),
     prefill_case(1, 8192),
+    Case(
+        name="mixed_64dec_2000",
+        kind=Kind.MIXED,
+        rows=64,
+        new_tokens=1,
+        past_tokens=1023,
+        prompt_tokens=2000,
+    ),
     Case(name="hit_b8_200_over_8000", rows=8, new_tokens=200, past_tokens=8000),
     Case(name="swapin_b8_200_over_8000", kind=Kind.SWAP_IN, rows=8, new_tokens=200, past_tokens=8000),
     Case(name="swapout_under_decode_b64", kind=Kind.SWAP_OUT, rows=64, new_tokens=1, past_tokens=1023),

@@ -20,7 +20,7 @@ def beside(result: StepTime) -> tuple[str, float]:
     match result.case.kind:
         case Kind.SWAP_IN:
             return max(result.beside_s.items(), key=lambda item: item[1])
-        case Kind.SWAP_OUT | Kind.HOST:
+        case Kind.SWAP_OUT | Kind.HOST | Kind.MIXED:
             return next(iter(result.beside_s.items()))
         case _:
             return "floor", result.floor.seconds

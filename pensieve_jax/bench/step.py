@@ -1,5 +1,6 @@
 """Runs steps of a model with random weights, and times them."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,10 @@ from pensieve_jax.worker.worker import build_worker
 PAGE_TOKENS = 32
 SWAP_OUT_PAGES = 8
 """Pages that each step of a swap-out case copies to the host."""
+PIECES = 4
+"""Pieces in which a prompt beside decoding rows is computed."""
+FILL_PAGES = 64
+"""Pages that are copied at once to fill the host pool before a swap-in case."""
 STEPS = 16
 """Steps of one measurement through the worker."""
 GREEDY = SampleRequest(
@@ -92,14 +97,18 @@ class StepBench:
         self.size = ModelSize.of(model, num_shards)
         self.spec = model.spec
         needed = [_pages(case.past_tokens + case.new_tokens) for case in self.cases]
+        prompts = [_pages(case.prompt_tokens) for case in self.cases]
         swapped = [case.rows * _pages(case.past_tokens) for case in self.cases if case.kind is Kind.SWAP_IN]
         leaving = [SWAP_OUT_PAGES * STEPS for case in self.cases if case.kind is Kind.SWAP_OUT]
         self.shapes = BatchShapes(
-            num_pages=max(case.rows * pages for case, pages in zip(self.cases, needed, strict=True)),
+            num_pages=max(
+                case.rows * pages + prompt
+                for case, pages, prompt in zip(self.cases, needed, prompts, strict=True)
+            ),
             page_tokens=PAGE_TOKENS,
-            max_rows=max(case.rows for case in self.cases),
-            max_tokens=max(min(case.tokens, self.step_tokens) for case in self.cases),
-            max_pages=max(needed),
+            max_rows=max(case.rows + (case.prompt_tokens > 0) for case in self.cases),
+            max_tokens=max(min(case.tokens, self.step_tokens) + case.prompt_tokens for case in self.cases),
+            max_pages=max(needed + prompts),
             planned_heads=planned_heads(model.spec, num_shards),
         )
         self.worker = build_worker(
@@ -124,6 +133,7 @@ class StepBench:
             Kind.STEP: self._measure_steps,
             Kind.SWAP_IN: self._measure_swap_in,
             Kind.SWAP_OUT: self._measure_swap_out,
+            Kind.MIXED: self._measure_mixed,
             Kind.HOST: self._measure_host,
         }[case.kind]
         return run(case)
@@ -157,17 +167,44 @@ class StepBench:
         seconds = seconds_each(run, repeats=3, few=few, many=many, wait=jax.block_until_ready)
         return self._result(case, seconds, {}, first_call_s, dispatch_s=min(dispatches))
 
+    def _measure_mixed(self, case: Case) -> StepTime:
+        rows, first_page = self._split(case)[0], case.rows * _pages(case.past_tokens + case.new_tokens)
+        prompt_pages = self._order[first_page : first_page + _pages(case.prompt_tokens)]
+        bounds = np.linspace(0, case.prompt_tokens, PIECES + 1).astype(int).tolist()
+        pieces = [
+            Row(
+                request_id=case.rows,
+                token_ids=np.arange(start, stop, dtype=np.int32) % self.spec.vocab_size,
+                start=start,
+                page_ids=prompt_pages[: _pages(stop)],
+                sample=GREEDY if stop == case.prompt_tokens else None,
+            )
+            for start, stop in itertools.pairwise(bounds)
+        ]
+        mixed = [self._arrays([*rows, piece]) for piece in pieces]
+        begin = time.perf_counter()
+        jax.block_until_ready(self.run(mixed))
+        first_call_s = time.perf_counter() - begin
+        decode_s = self._seconds([self._arrays(rows)])
+        alone_s = PIECES * decode_s + self._seconds([self._arrays([piece]) for piece in pieces])
+        longest_s = max(self._seconds([step]) for step in mixed)
+        beside = {"parts alone": alone_s, "longest step": longest_s, "decode step": decode_s}
+        return self._result(case, self._seconds(mixed), beside, first_call_s)
+
+    def _seconds(self, steps: Sequence[StepArrays]) -> float:
+        return seconds_each(partial(self.run, steps), repeats=3, few=2, many=8, wait=jax.block_until_ready)
+
     def _measure_swap_in(self, case: Case) -> StepTime:
         rows = self._split(case)[0]
         copies = [page for row in rows for page in row.page_ids[: _pages(case.past_tokens)].tolist()]
         swap_ins = tuple(PageCopy(page, host_page) for host_page, page in enumerate(copies))
-        swap_outs = tuple(PageCopy(page, host_page) for page, host_page in swap_ins)
         plans = {
             "step": StepPlan(rows=tuple(rows), swap_outs=(), swap_ins=swap_ins),
             "compute alone": StepPlan(rows=tuple(rows), swap_outs=(), swap_ins=()),
             "transfer alone": StepPlan(rows=(), swap_outs=(), swap_ins=swap_ins),
         }
-        self._finish(StepPlan(rows=(), swap_outs=swap_outs, swap_ins=()))
+        for some in itertools.batched(swap_ins, FILL_PAGES):
+            self._finish(StepPlan(rows=(), swap_outs=some, swap_ins=()))
         begin = time.perf_counter()
         for plan in plans.values():
             self._finish(plan)

@@ -50,9 +50,13 @@ def test_the_time_of_a_call_leaves_constant_costs_out(monkeypatch):
 def test_cases_are_those_of_the_bars():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
-    assert {"decode_b1_ctx1024", "decode_b256_ctx512", "prefill_8x4096", "swapin_b8_200_over_8000"} <= set(
-        names
-    )
+    assert {
+        "mixed_64dec_2000",
+        "decode_b1_ctx1024",
+        "decode_b256_ctx512",
+        "prefill_8x4096",
+        "swapin_b8_200_over_8000",
+    } <= set(names)
     small = decode_case(128, 1024).scaled(64)
     assert (small.rows, small.new_tokens, small.past_tokens) == (2, 1, 15)
 
@@ -65,13 +69,14 @@ def bench():
         Case(name="swap in", kind=Kind.SWAP_IN, rows=64, new_tokens=200, past_tokens=8000),
         Case(name="swap out", kind=Kind.SWAP_OUT, rows=64, new_tokens=1, past_tokens=1023),
         Case(name="host", kind=Kind.HOST, rows=64, new_tokens=1, past_tokens=1023),
+        Case(name="mixed", kind=Kind.MIXED, rows=64, new_tokens=1, past_tokens=1023, prompt_tokens=2000),
     ]
     bench = StepBench(PRESETS["tiny"], cases, num_shards=1, step_tokens=64 * 64)
     yield bench
     bench.close()
 
 
-@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("place", range(6))
 def test_every_kind_of_case_is_measured(bench, place):
     result = bench.measure(bench.cases[place])
     assert result.seconds > 0
