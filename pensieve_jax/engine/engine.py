@@ -411,8 +411,13 @@ class Engine:
 
         Raises:
             IntegrityError: the cache's books don't add up (only a `paranoid` engine looks).
+            EngineError: the device is lost. All turns have ended with it; the log has what had finished.
         """
-        return not self._closed and self._turns.step()
+        try:
+            return not self._closed and self._turns.step()
+        except EngineError as error:
+            self.give_up(error)
+            raise
 
     @between_steps
     def settle(self) -> None:

@@ -301,7 +301,12 @@ class TurnLoop:
     def _recover(self, error: Exception) -> None:
         logger.error("the running turns are given up and the cache starts anew")
         turns = sorted(self._active.values(), key=lambda active: active.request.id)
-        self.parts.worker.reset()
+        try:
+            self.parts.worker.reset()
+        except Exception as lost:
+            logger.exception("nor can it start over")
+            reason = f"the device can't be used any more: {type(lost).__name__}: {lost}"
+            raise EngineError(reason) from error
         self._poisoned = frozenset()
         self._restart_cache()
         for active in turns:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from pensieve_jax.parallel import TENSOR_AXIS, check_head_sharding, partition_sp
 from pensieve_jax.parallel.sharding import parameter_name
 
 logger = logging.getLogger(__name__)
+LOADING_THREADS = 4
+"""Tensors that are read, converted and put on a GPU at once: one thread is slower than disk and link. Each
+holds a tensor beside the weights, which a CPU, where the copy itself is the work, is spared."""
 
 Progress = Callable[[int, int], None]
 """Called after each tensor with the bytes of weights loaded so far and in all."""
@@ -158,20 +162,34 @@ def _load_from_source(
     total_bytes = sum(int(np.prod(target.shape)) * target.dtype.itemsize for target in targets)
     done_bytes = 0
     arrays: list[Any] = [None] * len(targets)
-    parameters = list(names)
-    # Largest first: what is held beside the weights is at its peak while few of them are there.
-    for i in sorted(range(len(targets)), key=lambda i: -int(np.prod(targets[i].shape))):
-        parameter, target = parameters[i], targets[i]
-        view = source.read(names[parameter])
+    stored_names = list(names.values())
+
+    def load(i: int) -> int:
+        view = source.read(stored_names[i])
         # Always a copy: on the CPU an array may share the memory it is made of, and a file can change.
-        values = np.array(view, dtype=target.dtype, order="C")
-        arrays[i] = jax.block_until_ready(jax.device_put(values, target.sharding))
-        done_bytes += values.nbytes
-        if progress is not None:
-            progress(done_bytes, total_bytes)
+        values = np.array(view, dtype=targets[i].dtype, order="C")
+        arrays[i] = jax.block_until_ready(jax.device_put(values, targets[i].sharding))
+        return values.nbytes
+
+    # Largest first: what is held beside the weights is at its peak while few of them are there.
+    order = sorted(range(len(targets)), key=lambda i: -int(np.prod(targets[i].shape)))
+    with ThreadPoolExecutor(_num_threads(), "pensieve-load") as threads:
+        loads = [threads.submit(load, i) for i in order]
+        try:
+            for loaded in as_completed(loads):
+                done_bytes += loaded.result()
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
     nnx.update(model, jax.tree_util.tree_unflatten(structure, arrays))
     logger.info("loaded %s: %d parameters' arrays, %d bytes", model.spec.name, len(arrays), total_bytes)
     return model
+
+
+def _num_threads() -> int:
+    return 1 if jax.local_devices()[0].platform == "cpu" else LOADING_THREADS
 
 
 def _match_tensors(source: TensorSource, parameters: list[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import jax
 import numpy as np
 import pytest
 
@@ -387,3 +388,39 @@ def test_counters_go_on_after_a_failed_step(engine, monkeypatch):
     chat.turn([3])
     after = engine.counters
     assert after.tokens_recomputed == before.tokens_recomputed + len(chat.tokens) - 6
+
+
+# -- the device is lost --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_lost_device(monkeypatch, tmp_path, background, run_ahead):
+    """Turns end with an error that says so, nobody waits for ever, and the log has all that had finished."""
+    given = {"background": background, "run_ahead": run_ahead, "log_path": tmp_path / "log"}
+    with small_engine(**given) as engine:
+        chat, other = Chat(engine, "kept"), Chat(engine)
+        chat.turn(ids(40))
+        runner = engine._turns.parts.worker._runner
+
+        def lost(*_):
+            raise jax.errors.JaxRuntimeError("INTERNAL: the device is lost in a test")
+
+        monkeypatch.setattr(runner, "run_layered", lost)
+        monkeypatch.setattr(runner, "reset_pool", lost)
+        said = "the device can't be used any more: .*INTERNAL: the device is lost in a test"
+        turns = [chat.submit([1, 2])]
+        if not background:
+            turns.append(other.submit([3]))
+            with pytest.raises(EngineError, match=said):
+                engine.step()
+        for turn in turns:
+            with pytest.raises(EngineError, match=said):
+                turn.result()
+        with pytest.raises(EngineError, match=said):
+            chat.submit([4])
+        chat.assert_rolled_back()
+        tokens = chat.tokens
+    with small_engine(**given) as engine:
+        chat = Chat(engine, "kept", tokens=tokens)
+        chat.turn([5])

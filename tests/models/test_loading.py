@@ -14,7 +14,13 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from pensieve_jax.core.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
-from pensieve_jax.models import checkpoint_fingerprint, convert_checkpoint, describe_checkpoint, load_model
+from pensieve_jax.models import (
+    checkpoint_fingerprint,
+    convert_checkpoint,
+    describe_checkpoint,
+    load_model,
+    loading,
+)
 from pensieve_jax.parallel import make_mesh
 
 WEIGHTS = "model.safetensors"
@@ -105,6 +111,25 @@ def test_progress_counts_all_bytes(checkpoint):
     info = describe_checkpoint(checkpoint)
     assert calls[-1] == (info.size_bytes, info.size_bytes)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_several_threads_load_the_same(checkpoint, monkeypatch):
+    """As beside a GPU, where one is slower than the link."""
+    alone = load_model(checkpoint)
+    monkeypatch.setattr(loading, "_num_threads", lambda: 4)
+    calls = []
+    together = load_model(checkpoint, progress=lambda done, total: calls.append((done, total)))
+    for one, other in zip(*(jax.tree.leaves(nnx.state(model)) for model in (alone, together)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert calls[-1][0] == calls[-1][1]
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+    def read(self, name):
+        raise CheckpointError("a file vanished in a test")
+
+    monkeypatch.setattr(loading.SafetensorsSource, "read", read)
+    with pytest.raises(CheckpointError, match="vanished"):
+        load_model(checkpoint)
 
 
 GGUF_MODELS = {"llama": "llama", "llama3-tied": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
