@@ -90,7 +90,7 @@ def test_same_tokens_as_on_one_device(model, one_device, num_shards, execution):
 
 def test_warm_up_and_checksums_of_shards():
     model = random_model(MODELS["llama"])
-    with Engine(model, config=config(device_pages=8), num_shards=2) as engine:
+    with Engine(model, config=config(device_pages=8, host_pages=40), num_shards=2) as engine:
         outputs = []
         for warm in (False, True):
             conversation = engine.conversation()
