@@ -18,7 +18,10 @@ PLAN = """Planning a step with 20,000 conversations and a million chunks known, 
 evictions at every step: median (bar: 2 ms)"""
 DECODE = "Attention kernel, decode: KV read (beside it: the copy rate)"
 PREFILL = "Attention kernel, prefill over pages (beside it: cuDNN, contiguous)"
+SERVED = """Requests/s at 120 ms per output token, ShareGPT, Llama-2-13B with 10 KV heads (beside it: vLLM
+without kept state)"""
 ROWS = (
+    ("serving", "fig10_llama-2-13b-kv10_sharegpt_at120ms_pensieve", "served_requests_per_s", SERVED),
     ("turns", "sharegpt_turn5on", "time_to_first_token_share", LATE_TURNS),
     ("turns", "sharegpt_all", "tokens_computed", COMPUTED),
     ("cache", PLANNING, "plan_median_ms", PLAN),

@@ -1,8 +1,9 @@
 """What the figures' scripts have in common: options, settings at both sizes, systems and their shares."""
 
 import argparse
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,15 +236,24 @@ def start(given: argparse.Namespace) -> Study:
     return study
 
 
+def script(main: Callable[[list[str] | None], None]) -> Callable[[list[str] | None], None]:
+    """A figure's `main` that ends with one line where something is wrong with what it was given."""
+
+    @functools.wraps(main)
+    def whole(arguments: list[str] | None = None) -> None:
+        try:
+            main(arguments)
+        except (PensieveError, OSError) as error:
+            raise SystemExit(f"{type(error).__name__}: {error}") from error
+
+    return whole
+
+
 def run(study: Study, points: Iterable[Point]) -> None:
-    """Run points, those of one system together, in the order in which systems come first; an error ends the
-    script with one line."""
+    """Run points, those of one system together, in the order in which systems come first."""
     points = list(points)
     order = {key: number for number, key in enumerate(dict.fromkeys(map(_key, points)))}
-    try:
-        study.run(sorted(points, key=lambda point: order[_key(point)]))
-    except (PensieveError, OSError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
+    study.run(sorted(points, key=lambda point: order[_key(point)]))
 
 
 def _key(point: Point) -> tuple[str, str]:

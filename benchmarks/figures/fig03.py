@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.figures.common import options, setting_of, start
+from benchmarks.figures.common import options, script, setting_of, start
 from benchmarks.serving.clock import RunClock
 from benchmarks.serving.compression import Tiers
 from benchmarks.serving.run import Opener, ServerSettings
 from benchmarks.serving.systems.base import FirstToken, System, TurnRequest
-from pensieve_jax.core.errors import PensieveError
 
 HISTORIES = (0, 512, 1024, 2048, 4096, 8192)
 NEW_TOKENS, OUTPUT_TOKENS, BATCH = 200, 200, 16
@@ -101,6 +100,7 @@ def server_of(given: argparse.Namespace, base: ServerSettings) -> ServerSettings
     return replace(base, tiers=Tiers(device_bytes=given.device_kv_gb * 1e9, host_bytes=0.0))
 
 
+@script
 def main(arguments: list[str] | None = None) -> None:
     """Run it."""
     parser = options(__doc__, model="llama-2-13b-kv10", systems=("pensieve",), rates={"default": ()})
@@ -115,33 +115,27 @@ def main(arguments: list[str] | None = None) -> None:
         "rounds": given.rounds,
     }
     sizes = QUICK if given.quick else sizes
-    study, clock, lines = start(given), RunClock(), []
+    study, clock = start(given), RunClock()
     opener = Opener(setting.choice, server_of(given, setting.server("pensieve")))
-    try:
-        with opener.open("gpu-only", clock, warm=study.warm) as system:
-            vocab = setting.choice.spec.vocab_size
-            for row in rows(system, clock, **sizes, seed=given.seed, vocab=vocab):
-                study.console.print(
-                    f"history {row['history']}: kept {row['kept_s']:.4f} s, computed again "
-                    f"{row['again_s']:.4f} s, answers {row['answers_s']:.4f} s",
-                    highlight=False,
-                )
-                shapes = {"model": setting.choice.label, "answers_s": row["answers_s"], **sizes}
-                case = f"fig3_{setting.choice.label}_history{row['history']}"
-                lines.append(
-                    {
-                        "case": case,
-                        "metric": "prompt_s",
-                        "value": row["kept_s"],
-                        "unit": "s",
-                        "ceiling": row["again_s"],
-                        "ratio": row["again_s"] / row["kept_s"],
-                        "shapes": shapes | {"peer": "history computed again"},
-                    }
-                )
-                study.keep(lines[-1:])
-    except (PensieveError, OSError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
+    with opener.open("gpu-only", clock, warm=study.warm) as system:
+        vocab = setting.choice.spec.vocab_size
+        for row in rows(system, clock, **sizes, seed=given.seed, vocab=vocab):
+            study.console.print(
+                f"history {row['history']}: kept {row['kept_s']:.4f} s, computed again "
+                f"{row['again_s']:.4f} s, answers {row['answers_s']:.4f} s",
+                highlight=False,
+            )
+            shapes = {"model": setting.choice.label, "answers_s": row["answers_s"], **sizes}
+            line = {
+                "case": f"fig3_{setting.choice.label}_history{row['history']}",
+                "metric": "prompt_s",
+                "value": row["kept_s"],
+                "unit": "s",
+                "ceiling": row["again_s"],
+                "ratio": row["again_s"] / row["kept_s"],
+                "shapes": shapes | {"peer": "history computed again"},
+            }
+            study.keep([line])
     study.console.print(f"results: {study.path}", highlight=False, soft_wrap=True)
 
 

@@ -11,24 +11,21 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.figures.common import options, setting_of, start
-from pensieve_jax.core.errors import PensieveError
+from benchmarks.figures.common import options, script, setting_of, start
 from pensieve_jax.core.profile import StepProfile, read_profile
 from pensieve_jax.profiler.measure import ProfileConfig, measure_profile
 
 QUICK = {"step_tokens": 64, "cost_rows": 1, "decode_rows": 1, "max_context_tokens": 128, "rounds": 1}
 
 
+@script
 def main(arguments: list[str] | None = None) -> None:
     """Run it."""
     parser = options(__doc__, model="llama-2-13b-kv10", systems=(), rates={"default": ()})
     parser.add_argument("--profile", type=Path, help="a file of `pensieve profile`; none: measure now")
     given = parser.parse_args(arguments)
     setting, study = setting_of(given), start(given)
-    try:
-        profile = read_profile(given.profile) if given.profile else _measured(setting.choice, given.quick)
-    except (PensieveError, OSError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
+    profile = read_profile(given.profile) if given.profile else _measured(setting.choice, given.quick)
     cost = profile.recompute_cost(profile.chunk_tokens)
     other_s = cost.other_s
     name = setting.choice.label if given.profile is None else profile.model.name

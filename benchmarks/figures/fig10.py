@@ -10,7 +10,7 @@ Systems that need the GPU for themselves are run by calls of their own; results 
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.figures.common import finish, options, rates_of, run, setting_of, start
+from benchmarks.figures.common import finish, options, rates_of, run, script, setting_of, start
 
 SYSTEMS = ("pensieve", "gpu-only", "stateless", "vllm-stateless", "vllm-prefix", "vllm-offload")
 QUICK_SYSTEMS = ("pensieve", "stateless")
@@ -22,6 +22,7 @@ RATES = {
 }
 
 
+@script
 def main(arguments: list[str] | None = None) -> None:
     """Run it."""
     parser = options(__doc__, model="llama-2-13b-kv10", systems=SYSTEMS, rates=RATES)

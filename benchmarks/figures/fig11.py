@@ -8,12 +8,13 @@ The paper has four GPUs of 80 GB. Sizes of tiers are per GPU.
 
 import jax
 
-from benchmarks.figures.common import finish, options, rates_of, run, setting_of, start
+from benchmarks.figures.common import finish, options, rates_of, run, script, setting_of, start
 
 SYSTEMS = ("pensieve", "stateless", "vllm-stateless")
 RATES = {"default": (4.0, 8.0, 12.0), "stateless": (2.0, 4.0, 8.0), "vllm-stateless": (2.0, 4.0, 8.0)}
 
 
+@script
 def main(arguments: list[str] | None = None) -> None:
     """Run it."""
     parser = options(__doc__, model="llama-2-70b", systems=SYSTEMS, rates=RATES)

@@ -5,12 +5,13 @@
 Llama-2-13B with 10 KV heads on ShareGPT, as in the paper.
 """
 
-from benchmarks.figures.common import finish, options, rates_of, run, setting_of, start
+from benchmarks.figures.common import finish, options, rates_of, run, script, setting_of, start
 
 SYSTEMS = ("pensieve", "separate")
 RATES = {"default": (5.0, 8.0, 11.0)}
 
 
+@script
 def main(arguments: list[str] | None = None) -> None:
     """Run it."""
     given = options(__doc__, model="llama-2-13b-kv10", systems=SYSTEMS, rates=RATES).parse_args(arguments)

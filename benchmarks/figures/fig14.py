@@ -10,6 +10,7 @@ from benchmarks.figures.common import (
     options,
     rates_of,
     run,
+    script,
     setting_of,
     simulator_option,
     start,
@@ -21,6 +22,7 @@ RATES = {"default": (1.0, 1.5)}
 METRICS = {"host_hit_rate": "share", "recomputed_tokens_per_request": "tokens"}
 
 
+@script
 def main(arguments: list[str] | None = None) -> None:
     """Run it."""
     parser = options(__doc__, model="opt-13b", systems=SYSTEMS, rates=RATES)

@@ -11,6 +11,7 @@ from benchmarks.figures.common import (
     options,
     rates_of,
     run,
+    script,
     setting_of,
     simulator_option,
     start,
@@ -22,6 +23,7 @@ RATES = {"default": (5.0,), "stateless": (4.0,)}
 THINK_TIMES = "30,60,120,300,600"
 
 
+@script
 def main(arguments: list[str] | None = None) -> None:
     """Run it."""
     parser = options(__doc__, model="llama-2-13b-kv10", systems=SYSTEMS, rates=RATES)

@@ -249,12 +249,16 @@ def kept_points(path: Path) -> list[dict[str, Any]]:
 
 
 def workload_of(point: Point) -> Workload:
-    """What a point serves: tokens of its model, contexts that its server takes."""
+    """What a point serves: tokens of its model, contexts that it and its server take."""
     settings, tokenizer = point.workload, point.choice.tokenizer
     if tokenizer is None:
         settings = replace(settings, vocab_size=point.choice.spec.vocab_size)
-    limit = min(settings.max_context_tokens, point.server.max_context_tokens)
-    return make_workload(replace(settings, max_context_tokens=limit), tokenizer)
+    limits = (
+        settings.max_context_tokens,
+        point.server.max_context_tokens,
+        point.choice.spec.max_context_tokens,
+    )
+    return make_workload(replace(settings, max_context_tokens=min(limits)), tokenizer)
 
 
 def make_console() -> Console:

@@ -53,3 +53,11 @@ def test_kernel_figure_shows_kept_results(capsys):
     script.main(["--quick"])
     printed = capsys.readouterr().out
     assert "decode_64x4096_h40kv10" in printed and "NVIDIA H200" in printed
+
+
+def test_bad_input_ends_with_one_line(tmp_path):
+    script = importlib.import_module("benchmarks.figures.fig10")
+    with pytest.raises(
+        SystemExit, match=r"running_bytes: got 5e\+10, expected less than the device tier, 4e\+10"
+    ):
+        script.main(["--running-gb", "50", "--systems", "pensieve", "--out", str(tmp_path)])
