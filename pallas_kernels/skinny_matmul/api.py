@@ -128,7 +128,7 @@ def _mosaic(
     if padded != num_tokens:
         rows = ((0, padded - num_tokens), (0, 0))
         x, add = jnp.pad(x, rows), None if add is None else jnp.pad(add, rows)
-    outs = _run_mosaic(
+    outs = run_mosaic(
         x,
         tuple(weights),
         tuple(biases),
@@ -142,6 +142,6 @@ def _mosaic(
 
 
 # Traced and lowered once for all calls that are alike.
-_run_mosaic = jax.jit(
+run_mosaic = jax.jit(
     skinny_matmul_mosaic, static_argnames=("tiling", "epilogue", "out_dtype", "overlap", "interpret")
 )

@@ -74,7 +74,15 @@ def plan_tiling(
     """
     found = [
         (_seconds(tokens, contracted, together, tiling), tiling)
-        for tiling in _candidates(tokens, sizes, contracted, together, out_bytes, adds)
+        for tiling in candidates(
+            tokens=tokens,
+            sizes=sizes,
+            contracted=contracted,
+            together=together,
+            out_bytes=out_bytes,
+            adds=adds,
+        )
+        if tiling.num_tiles * tiling.splits <= CLUSTERED_SMS[tiling.splits]
     ]
     if not found:
         return None
@@ -83,17 +91,18 @@ def plan_tiling(
     return tiling if seconds < library_s else None
 
 
-def _candidates(
-    tokens: int, sizes: Sequence[int], contracted: int, together: int, out_bytes: int, adds: bool
+def candidates(
+    *, tokens: int, sizes: Sequence[int], contracted: int, together: int, out_bytes: int, adds: bool
 ) -> Iterator[Tiling]:
+    """All tilings that divide evenly and fit, one CTA a multiprocessor; the arguments are `plan_tiling`'s."""
     consumers = -(-tokens // ROWS)
     common = math.gcd(*sizes)
-    for splits, room in CLUSTERED_SMS.items():
+    for splits in CLUSTERED_SMS:
         if contracted % (splits * BLOCK_K):
             continue
         for features in range(ALIGN * splits, MAX_TILE // together + 1, ALIGN * splits):
             num_tiles = sum(sizes) // features // together
-            if common % features or num_tiles * splits > room:
+            if common % features or num_tiles * splits > NUM_SMS:
                 continue
             own = features // splits
             chunk = own if adds else max(c for c in range(ALIGN, CHUNK + 1, ALIGN) if own % c == 0)

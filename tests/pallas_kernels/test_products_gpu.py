@@ -9,7 +9,7 @@ from pallas_kernels.norm.xla import layer_norm_xla, rms_norm_xla
 from pallas_kernels.skinny_matmul import products
 from pallas_kernels.skinny_matmul.epilogue import Epilogue
 from pallas_kernels.skinny_matmul.mosaic import skinny_matmul_mosaic
-from pallas_kernels.skinny_matmul.tiling import _candidates
+from pallas_kernels.skinny_matmul.tiling import candidates
 
 pytestmark = pytest.mark.gpu_kernel
 
@@ -59,7 +59,9 @@ def test_products_match_float32(sizes, adds, options, tokens):
 def test_every_tiling_gives_the_product(tokens):
     x, w, add = normal(0, tokens, 2048), normal(1, 1024, 2048) / 45, normal(2, tokens, 1024)
     want = wide(x) @ wide(w).T + wide(add)
-    tilings = list(_candidates(tokens, [1024], 2048, 1, 2, True))
+    tilings = list(
+        candidates(tokens=tokens, sizes=[1024], contracted=2048, together=1, out_bytes=2, adds=True)
+    )
     assert {tiling.splits for tiling in tilings} == {1, 2, 4}
     for tiling in tilings:
         options = {"epilogue": Epilogue(adds=True), "out_dtype": jnp.bfloat16, "overlap": True}
