@@ -8,7 +8,7 @@ DEMO_ARGS ?=
 # cpu, cuda12 or cuda13; stays what it was when not given.
 ACCELERATOR ?=
 
-.PHONY: help setup test test-gpu lint style types imports format docs assets demo clean
+.PHONY: help setup compiler test test-gpu lint style types imports format docs assets demo clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -17,7 +17,10 @@ help: ## list the targets
 setup: ## make or repair .venv with the pinned packages
 	@scripts/setup.sh $(ACCELERATOR)
 
-test: assets ## run the tests that need no GPU and are not slow
+compiler: setup ## fetch the compilers for NVIDIA GPUs into .cache/aot/; going on without them is possible
+	@scripts/compiler.sh
+
+test: assets compiler ## run the tests that need no GPU and are not slow
 	@echo "test: running the tests in parallel"
 	@$(PY) -m pytest -n logical --maxprocesses $(TEST_PROCESSES) $(PYTEST_ARGS)
 

@@ -1,12 +1,14 @@
 """What `pensieve info` shows: versions, devices, kernels, and what a checkpoint is."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from host_cache.config import CHUNK_TOKENS
-from pallas_kernels.multi_token_attention.api import IMPLEMENTATIONS, runs_here
+from pallas_kernels.kv_write import api as kv_write
+from pallas_kernels.multi_token_attention import api as attention
 from pensieve_jax.config import TierConfig
 from pensieve_jax.engine.build import DEVICE_MEMORY_SHARE, fitting_profile, recompute_cost, tier_sizes
 from pensieve_jax.models import describe_checkpoint
@@ -19,12 +21,17 @@ def machine_facts() -> dict[str, str]:
     """Versions, devices and kernels."""
     devices = jax.local_devices()
     kinds = sorted({device.device_kind for device in devices})
-    first, *others = (name for name in IMPLEMENTATIONS if runs_here(name))
     return {
         **{name: package_version(name) for name in PACKAGES},
         "devices": f"{len(devices)} x {', '.join(kinds)} ({devices[0].platform})",
-        "attention": first + (f" (then {', '.join(others)})" if others else ""),
+        "attention": _chosen(filter(attention.runs_here, attention.IMPLEMENTATIONS)),
+        "KV writing": _chosen(filter(kv_write.runs_here, kv_write.IMPLEMENTATIONS)),
     }
+
+
+def _chosen(implementations: Iterable[str]) -> str:
+    first, *others = implementations
+    return first + (f" (then {', '.join(others)})" if others else "")
 
 
 def checkpoint_facts(path: Path, profile: Path | None = None) -> dict[str, str]:

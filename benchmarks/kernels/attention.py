@@ -1,6 +1,6 @@
 """Multi-token paged attention on one GPU: device time of the named shapes, against ceilings of the same run.
 
-    python -m benchmarks.kernels.attention [--only WORD] [--out DIR]
+    python -m benchmarks.kernels.attention [--only WORD] [--implementation NAME] [--out DIR]
 
 Times are back to back: one jitted call makes many launches over different inputs, together larger than the
 cache. Each shape is first compared with a float32 reference on the device. Lines go to DIR/kernels.jsonl,
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.multi_token_attention import multi_token_attention, plan_attention
+from pallas_kernels.multi_token_attention import multi_token_attention, plan_attention, tile_tokens
 from pallas_kernels.multi_token_attention.shapes import DECODE, MIXED, PAPER, SHAPES, Shape
 
 DISTINCT_BYTES = 400e6
@@ -73,6 +73,7 @@ def make_plan(shape: Shape, pages: list[np.ndarray], **options):
             max_tokens=padded_tokens(shape),
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
+            block_q=tile_tokens(shape.num_heads // shape.num_kv_heads),
             **options,
         ),
     )
@@ -143,20 +144,21 @@ def num_sets(shape: Shape) -> int:
     return max(2, math.ceil(DISTINCT_BYTES / shape.kv_bytes))
 
 
-attend = jax.jit(functools.partial(multi_token_attention, implementation="mosaic"))
+attend = jax.jit(multi_token_attention, static_argnames="implementation")
 
 
 class Kernel:
     """The kernel for one shape, compiled: many launches over different queries and pools."""
 
-    def __init__(self, shape: Shape, seed: int) -> None:
+    def __init__(self, shape: Shape, seed: int, implementation: str) -> None:
+        self.attend = functools.partial(attend, implementation=implementation)
         self.shape, self.launches = shape, launches_for(shape)
         self.pages, self.num_pages = make_pages(shape, np.random.default_rng(seed))
         self.plan = make_plan(shape, self.pages)
         sets = num_sets(shape)
 
         def many(queries, pools, plan):
-            return [attend(q, pools[i % sets], plan) for i, q in enumerate(queries)]
+            return [self.attend(q, pools[i % sets], plan) for i, q in enumerate(queries)]
 
         q = jax.ShapeDtypeStruct((padded_tokens(shape), shape.num_heads, shape.head_dim), DTYPE)
         pool = jax.ShapeDtypeStruct(self.pool_shape, DTYPE)
@@ -239,7 +241,9 @@ def time_multi_round(shape: Shape, kernel: "Kernel", queries, pools) -> float:
         for i, q in enumerate(queries):
             by_round = q[: batch * n].reshape(batch, n, *q.shape[1:]).swapaxes(0, 1)
             out.append(
-                jnp.stack([attend(by_round[j], pools[i % len(pools)], plan) for j, plan in enumerate(rounds)])
+                jnp.stack(
+                    [kernel.attend(by_round[j], pools[i % len(pools)], plan) for j, plan in enumerate(rounds)]
+                )
             )
         return out
 
@@ -261,7 +265,8 @@ def ceilings(key) -> dict[str, float]:
 class Report:
     """Lines of results, printed and written as they come."""
 
-    def __init__(self, folder: Path, command: str) -> None:
+    def __init__(self, folder: Path, command: str, prefix: str = "") -> None:
+        self.prefix = prefix
         device = jax.devices()[0]
         smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         self.file = (folder / "kernels.jsonl").open("a")
@@ -286,7 +291,7 @@ class Report:
     ):
         line = {
             "bench": "kernels",
-            "case": case,
+            "case": self.prefix + case,
             "metric": metric,
             "value": round(value, 3),
             "unit": unit,
@@ -372,17 +377,20 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="cases whose name contains one of these, by comma")
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of the results")
+    parser.add_argument("--implementation", default="mosaic", help="one but this stands before case names")
     parser.add_argument("--no-cudnn", action="store_true", help="leave the peer out")
     parser.add_argument("--lock", default=os.devnull, help="a file that one process at a time measures under")
     args = parser.parse_args()
-    report = Report(Path(args.out), "python -m benchmarks.kernels.attention " + " ".join(sys.argv[1:]))
+    command = "python -m benchmarks.kernels.attention " + " ".join(sys.argv[1:])
+    prefix = "" if args.implementation == "mosaic" else f"{args.implementation}_"
+    report = Report(Path(args.out), command, prefix)
     shapes = SHAPES | PAPER
     names = [name for name in shapes if any(word in name for word in args.only.split(","))]
     start = time.perf_counter()
     with ThreadPoolExecutor(15) as pool:
         compiled = {
             name: [
-                pool.submit(Kernel, shape, seed)
+                pool.submit(Kernel, shape, seed, args.implementation)
                 for seed, shape in enumerate([shapes[name], *groups_of(name, shapes[name])])
             ]
             for name in names

@@ -6,7 +6,7 @@ import numpy as np
 
 from pallas_kernels.errors import UnsupportedInputError
 from pallas_kernels.kv_write.rotary import Rotary
-from pallas_kernels.triton_support import triton_call
+from pallas_kernels.triton_support import power_of_two, triton_call
 
 try:
     from pallas_kernels.kv_write.triton_kernel import rotate_and_write_kernel
@@ -37,8 +37,6 @@ def rotate_and_write_triton(
     Raises:
         UnsupportedInputError: no Triton, or a dtype that it doesn't compute.
     """
-    if rotate_and_write_kernel is None:
-        raise UnsupportedInputError("implementation: got triton, expected jax-triton to be installed")
     if kv_pages.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise UnsupportedInputError(f"kv_pages: got {kv_pages.dtype}, expected bfloat16, float16 or float32")
     fused = not isinstance(qkv, tuple)
@@ -48,46 +46,42 @@ def rotate_and_write_triton(
     num_heads = q.shape[1] - 2 * num_kv_heads if fused else q.shape[1]
     half = rotary.cos.shape[1]
     rest = head_dim - 2 * half
-    rows = max(1, ROW_BYTES // (_power_of_two(head_dim) * kv_pages.dtype.itemsize))
-    has_norm = rotary.q_norm is not None
-    return tuple(
-        triton_call(
-            q,
-            k,
-            v,
-            rotary.cos,
-            rotary.sin,
-            rotary.q_norm if has_norm else rotary.cos,
-            rotary.k_norm if has_norm else rotary.cos,
-            pages,
-            slots,
-            kv_pages,
-            num_tokens,
-            num_pages,
-            kernel=rotate_and_write_kernel,
-            out_shape=(
-                jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), q.dtype),
-                jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
-            ),
-            input_output_aliases={9: 1},
-            grid=(-(-num_tokens * num_heads // rows) + 2 * -(-num_tokens * num_kv_heads // rows),),
-            name="rotate_and_write",
-            compute_capability=compute_capability,
-            num_warps=4,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            half=half,
-            page_size=page_size,
-            fused=fused,
-            has_norm=has_norm,
-            epsilon=rotary.epsilon,
-            block_half=_power_of_two(half),
-            block_rest=_power_of_two(rest) if rest else 0,
-            rows=rows,
-        )
+    rows = max(1, ROW_BYTES // (power_of_two(head_dim) * kv_pages.dtype.itemsize))
+    queries, pool = triton_call(
+        q,
+        k,
+        v,
+        rotary.cos,
+        rotary.sin,
+        rotary.cos if rotary.q_norm is None else rotary.q_norm,
+        rotary.cos if rotary.k_norm is None else rotary.k_norm,
+        pages,
+        slots,
+        kv_pages,
+        num_tokens,
+        num_pages,
+        kernel=rotate_and_write_kernel,
+        outputs=(
+            jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), q.dtype),
+            jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
+        ),
+        aliases={9: 1},
+        grid=(-(-num_tokens * num_heads // rows) + 2 * -(-num_tokens * num_kv_heads // rows),),
+        name="rotate_and_write",
+        num_warps=4,
+        compute_capability=compute_capability,
+        constants={
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "half": half,
+            "page_size": page_size,
+            "fused": fused,
+            "has_norm": rotary.q_norm is not None,
+            "epsilon": rotary.epsilon,
+            "block_half": power_of_two(half),
+            "block_rest": power_of_two(rest) if rest else 0,
+            "rows": rows,
+        },
     )
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    return queries, pool

@@ -6,14 +6,18 @@ import jax.numpy as jnp
 from pallas_kernels.errors import UnsupportedInputError
 from pallas_kernels.multi_token_attention.mosaic import attention_mosaic
 from pallas_kernels.multi_token_attention.plan import AttentionPlan
+from pallas_kernels.multi_token_attention.triton import attention_triton
 from pallas_kernels.multi_token_attention.xla import attention_xla
+from pallas_kernels.triton_support import runs_here as triton_runs_here
 
-IMPLEMENTATIONS = {"mosaic": attention_mosaic, "xla": attention_xla}
+IMPLEMENTATIONS = {"mosaic": attention_mosaic, "triton": attention_triton, "xla": attention_xla}
 """Name -> implementation, in the order in which they are tried."""
 
 
 def runs_here(implementation: str) -> bool:
-    """Whether the default device has what the implementation needs: "mosaic" wants a Hopper GPU."""
+    """Whether the default device and what is installed suit it: "mosaic" wants a Hopper GPU."""
+    if implementation == "triton":
+        return triton_runs_here()
     if implementation != "mosaic":
         return True
     device = jax.devices()[0]

@@ -11,6 +11,8 @@ from pallas_kernels.multi_token_attention.schedule import Schedule, plan_schedul
 
 BLOCK_Q = 32
 """Query tokens of a tile in a batch that has a row of more than one."""
+TILE_LINES = 128
+"""Pairs of token and head, all of one group, that fill a tile on a GPU."""
 
 
 @partial(
@@ -29,9 +31,10 @@ class AttentionPlan:
     page_table: jax.Array | np.ndarray
     """i32[max_rows, max_pages]: pages of each row in order; entries past its kv_len are never used."""
     tile_rows: jax.Array | np.ndarray
-    """i32[max_tiles]: the row of each tile; max_rows for padding tiles."""
+    """i32[max_tiles]: the row of each tile, the one that sees the most keys first; max_rows for padding."""
     tile_starts: jax.Array | np.ndarray
-    """i32[max_tiles]: the first query token of each tile, counted within its row."""
+    """i32[max_tiles]: the first query token of each tile, counted within its row; of padding tiles, counted
+    from the end of the last row: together they hold the padding tokens."""
     block_q: int
     """Most query tokens of a tile."""
     schedule: Schedule | None = None
@@ -49,6 +52,7 @@ def plan_attention(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     batch_invariant: bool = False,
+    block_q: int = BLOCK_Q,
 ) -> AttentionPlan:
     """Lay out a batch of rows for the kernels.
 
@@ -62,6 +66,7 @@ def plan_attention(
         num_heads: query heads on one device, for the Hopper kernel's schedule; None: no schedule.
         num_kv_heads: KV heads on one device; given with num_heads.
         batch_invariant: a row's output doesn't depend on what else is in the batch (`plan_schedule`).
+        block_q: query tokens of a tile where a row has more than one (`tile_tokens`).
 
     Returns:
         NumPy arrays of fixed shapes for these maxima.
@@ -72,7 +77,8 @@ def plan_attention(
     num_rows, total = len(q_lens), sum(q_lens)
     if num_rows > max_rows or total > max_tokens:
         raise ValueError(f"rows, tokens: got {num_rows}, {total}, expected at most {max_rows}, {max_tokens}")
-    block_q = 1 if all(n == 1 for n in q_lens) and max_tokens <= max_rows else BLOCK_Q
+    if all(n == 1 for n in q_lens) and max_tokens <= max_rows:
+        block_q = 1
     max_tiles = max_rows if block_q == 1 else -(-max_tokens // block_q) + max_rows
     cu_q_lens = np.full(max_rows + 1, total, np.int32)
     cu_q_lens[0] = 0
@@ -93,6 +99,9 @@ def plan_attention(
         rows[tile : tile + count] = row
         starts[tile : tile + count] = np.arange(count) * block_q
         tile += count
+    order = np.argsort(-_keys_seen(rows[:tile], starts[:tile], block_q, q_lens, kv_lens), kind="stable")
+    rows[:tile], starts[:tile] = rows[order], starts[order]
+    starts[tile:] = np.arange(max_tiles - tile) * block_q
     schedule = None
     if num_heads is not None and num_kv_heads is not None:
         schedule = plan_schedule(
@@ -113,3 +122,16 @@ def plan_attention(
         block_q=block_q,
         schedule=schedule,
     )
+
+
+def tile_tokens(group: int) -> int:
+    """Query tokens of a tile for the Triton kernel, where `group` query heads share a KV head."""
+    return max(1, TILE_LINES // group)
+
+
+def _keys_seen(
+    rows: np.ndarray, starts: np.ndarray, block_q: int, q_lens: Sequence[int], kv_lens: Sequence[int]
+) -> np.ndarray:
+    """Keys that the last query of each tile sees."""
+    q_len, kv_len = np.asarray(q_lens)[rows], np.asarray(kv_lens)[rows]
+    return np.minimum(kv_len - q_len + starts + block_q, kv_len)

@@ -24,7 +24,7 @@ from pensieve_jax.models.end_tokens import end_token_ids
 from pensieve_jax.models.interface import ModelSpec, ServableModel
 from pensieve_jax.models.shape import shape_of
 from pensieve_jax.parallel import make_mesh
-from pensieve_jax.worker.batch import BatchShapes, planned_heads
+from pensieve_jax.worker.batch import BatchShapes, planned_heads, query_block
 from pensieve_jax.worker.worker import MOST_GATHERED, Worker, build_worker, workspace_bytes
 
 logger = logging.getLogger(__name__)
@@ -201,6 +201,7 @@ def batch_shapes(spec: ModelSpec, config: EngineConfig, num_shards: int, num_pag
         max_tokens=config.scheduler.step_tokens,
         max_pages=min(-(-max_context // page_tokens), num_pages),
         planned_heads=planned_heads(spec, num_shards),
+        block_q=query_block(spec),
         batch_invariant=config.batch_invariant,
     )
 

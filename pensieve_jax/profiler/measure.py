@@ -19,7 +19,7 @@ from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.models.shape import shape_of
 from pensieve_jax.parallel import make_mesh
 from pensieve_jax.versions import package_version, processor
-from pensieve_jax.worker.batch import BatchShapes, planned_heads
+from pensieve_jax.worker.batch import BatchShapes, planned_heads, query_block
 from pensieve_jax.worker.timing import Dispatch, StepTimer, repeats, seconds
 
 MAX_ROWS = 64
@@ -109,6 +109,7 @@ def measure_profile(
         max_tokens=max(tokens[-1], cost_rows * CHUNK_TOKENS, MAX_ROWS),
         max_pages=-(-limit // CHUNK_TOKENS),
         planned_heads=planned_heads(spec, num_shards),
+        block_q=query_block(spec),
     )
     timer = StepTimer(model, shapes=shapes, mesh=mesh, layered=device.platform == "cpu")
     rows = _RowMaker(num_pages, spec.vocab_size, config.seed)

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.multi_token_attention import AttentionPlan, plan_attention, runs_here
+from pallas_kernels.multi_token_attention import (
+    BLOCK_Q,
+    AttentionPlan,
+    plan_attention,
+    runs_here,
+    tile_tokens,
+)
 from pensieve_jax.core.plans import Row, SampleRequest
 from pensieve_jax.models.interface import ModelSpec
 
@@ -80,6 +86,8 @@ class BatchShapes:
     planned_heads: tuple[int, int] | None = None
     """Query and KV heads on one device, for the work items of the Hopper kernel; None where it isn't run,
     so that no step plans them for nothing."""
+    block_q: int = BLOCK_Q
+    """Query tokens of a tile of attention."""
     batch_invariant: bool = False
     """Whether a row's output is the same bits whatever else is in the batch. All batches then have one shape,
     since products of other shapes may sum in another order."""
@@ -115,6 +123,11 @@ def planned_heads(spec: ModelSpec, num_shards: int) -> tuple[int, int] | None:
     if not runs_here("mosaic"):
         return None
     return spec.num_heads // num_shards, spec.num_kv_heads // num_shards
+
+
+def query_block(spec: ModelSpec) -> int:
+    """What `BatchShapes.block_q` is for a model on this machine."""
+    return tile_tokens(spec.num_heads // spec.num_kv_heads) if runs_here("triton") else BLOCK_Q
 
 
 @lru_cache
@@ -212,6 +225,7 @@ def pack(
             max_tokens=num_tokens,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
+            block_q=shapes.block_q,
             batch_invariant=shapes.batch_invariant,
         ),
         sample_tokens=padded_samples,

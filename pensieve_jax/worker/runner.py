@@ -79,7 +79,7 @@ class ModelRunner:
         self._whole = jax.jit(self._whole_step, static_argnames="graphs", donate_argnames="pools")
         # Apart from the layers: another way of choosing tokens compiles this alone.
         self._sample = jax.jit(sample)
-        self._scatter = jax.jit(scatter_pages, donate_argnums=0)
+        self._scatter = jax.jit(self._scatter_step, donate_argnames="kv")
         self._gather = jax.jit(lambda pools, pages: [gather_pages(pool, pages) for pool in pools])
         self._fill = jax.jit(
             lambda pools, pages, value: [pool.at[pages].set(value, mode="drop") for pool in pools],
@@ -215,6 +215,9 @@ class ModelRunner:
 
     def _part_specs(self, index: int) -> Any:
         return self._specs[index] if self._axis else None
+
+    def _scatter_step(self, kv: jax.Array, staged: jax.Array, pages: jax.Array) -> jax.Array:
+        return self._sharded(scatter_pages, (KV_SPEC, KV_SPEC, P()), KV_SPEC, kv, staged, pages)
 
     def _embed_step(self, graphs: Any, state: Any, batch: BatchArrays) -> jax.Array:
         def embed(state: Any, batch: BatchArrays) -> jax.Array:

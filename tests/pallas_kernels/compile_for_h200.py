@@ -1,6 +1,6 @@
 """Compile the attention kernel for an H200 without one: python compile_for_h200.py PARTS CASE...
 
-PARTS is a folder made from requirements/aot.txt. Prints a line of JSON for each case: spilled bytes of each
+PARTS is the folder that `make compiler` makes. Prints a line of JSON for each case: spilled bytes of each
 kernel, its shared memory, and the program's memory. A process of its own, since the compiler's plugin and
 the settings must be there before JAX starts.
 """

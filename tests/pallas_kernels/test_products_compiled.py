@@ -5,19 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-PARTS = Path(__file__).parents[2] / ".cache" / "aot"
-
-
-@pytest.mark.skipif(
-    not (PARTS / "jax_plugins").is_dir(),
-    reason="needs the compiler: pip install --no-deps --target .cache/aot -r requirements/aot.txt",
-)
-def test_compiles_without_spills_and_copies():
+def test_compiles_without_spills_and_copies(compilers):
     script = Path(__file__).parent / "compile_products_for_h200.py"
     done = subprocess.run(
-        [sys.executable, script, PARTS], capture_output=True, text=True, check=False, timeout=280
+        [sys.executable, script, compilers], capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stderr[-2000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

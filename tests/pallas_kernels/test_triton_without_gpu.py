@@ -1,0 +1,54 @@
+"""The Triton kernels on a machine without a GPU: interpreted, and compiled ahead of time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Bytes a block may have, by compute capability (CUDA programming guide, technical specifications)."""
+SPILLED_BYTES = {"float32_d96": 1300}
+FEW_SPILLED_BYTES = 350
+"""Where registers are short, some are kept in local memory: a few of them, not the output of a tile. Float32
+has no matrix units, and all of a product's operands in registers."""
+COMMON = ["decode", "mixed", "kv_write", "kv_write_norm", "copy_pages"]
+OTHERS = ["one_head_a_group", "window_d256", "cap_d80", "float32_d96"]
+
+
+def lines_of(script, *arguments):
+    command = [sys.executable, Path(__file__).parent / script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+def test_interpreted_kernels_match_the_reference(compilers):
+    lines = lines_of("interpret_triton.py", compilers)
+    assert len(lines) == 8
+    for line in lines.values():
+        assert line["error"] < 2e-3, line
+
+
+@pytest.mark.parametrize(
+    ("capability", "cases"),
+    [
+        (90, COMMON),
+        pytest.param(90, OTHERS, marks=pytest.mark.slow),
+        pytest.param(80, COMMON + OTHERS, marks=pytest.mark.slow),
+        pytest.param(89, COMMON + OTHERS, marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_within_the_limits(capability, cases, compilers):
+    lines = lines_of("compile_triton.py", compilers, capability, *cases)
+    assert list(lines) == cases
+    for line in lines.values():
+        assert line["kernels"], line
+        for kernel in line["kernels"]:
+            assert kernel["spilled_bytes"] <= SPILLED_BYTES.get(line["case"], FEW_SPILLED_BYTES), line
+            assert kernel["shared_bytes"] <= SHARED_MEMORY[capability], line
+        if capability == 90:
+            assert line["temp_bytes"] < 4e6, line
+            if line["case"] in ("kv_write", "kv_write_norm", "copy_pages"):
+                assert line["alias_bytes"] > 2 * 2**31, line  # the pool: more than 2**31 numbers of two bytes
