@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 
-PARTS = Path(__file__).parents[2] / ".cache" / "aot"
 LAYERS = 2
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    if not (PARTS / "jax_plugins").is_dir():
-        pytest.skip("needs the compiler: pip install --no-deps --target .cache/aot -r requirements/aot.txt")
+def compiled(compilers):
     script = Path(__file__).parent / "compile_step_for_h200.py"
     done = subprocess.run(
-        [sys.executable, script, PARTS], capture_output=True, text=True, check=False, timeout=290
+        [sys.executable, script, compilers], capture_output=True, text=True, check=False, timeout=290
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
