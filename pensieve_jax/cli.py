@@ -231,6 +231,7 @@ def chat(
             dtype=dtype and dtype.value,
             num_shards=num_shards,
             progress=stages.stage("loading"),
+            host_progress=stages.stage("host memory"),
         )
     with engine:
         with _stages() as stages, closing_on_interrupt(engine.close):

@@ -96,9 +96,13 @@ def keep_programs(folder: Path | None) -> None:
 
 
 def build_parts(
-    model: ServableModel, tokenizer: Any | None, config: EngineConfig, num_shards: int
+    model: ServableModel,
+    tokenizer: Any | None,
+    config: EngineConfig,
+    num_shards: int,
+    host_progress: Callable[[int, int], None] | None = None,
 ) -> EngineParts:
-    """Size the tiers and build everything that stands on a model.
+    """Size the tiers and build everything that stands on a model; see `Engine`.
 
     Raises:
         InvalidArgumentError: the model doesn't divide over the shards, a size is out of range, or the host
@@ -130,6 +134,7 @@ def build_parts(
             check_host_memory=config.tiers.check_host_memory,
             checksums=config.paranoid,
             transfer_faults=config.transfer_faults,
+            progress=host_progress,
         )
     except TransferError as error:
         raise InvalidArgumentError(f"host_pages: {error}") from error

@@ -54,6 +54,7 @@ class Engine:
         fingerprint: str = "unknown",
         num_shards: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        host_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Serve a model that is in memory: one of `pensieve_jax.models` or your own.
 
@@ -65,6 +66,8 @@ class Engine:
             fingerprint: identifies the weights in the log.
             num_shards: devices to spread the model over (tensor parallelism).
             clock: seconds; for tests.
+            host_progress: called with (bytes of the host tier's memory that are ready, bytes in all): tens of
+                GB take a GPU machine some seconds.
 
         Raises:
             InvalidArgumentError: the configuration doesn't fit the model or the machine.
@@ -74,7 +77,7 @@ class Engine:
         self.spec: ModelSpec = model.spec
         self.tokenizer = tokenizer
         self._clock = clock
-        parts = build_parts(model, tokenizer, self.config, num_shards)
+        parts = build_parts(model, tokenizer, self.config, num_shards, host_progress)
         if end_token_ids is None:
             eos = getattr(tokenizer, "eos_token_id", None)
             end_token_ids = () if eos is None else (eos,)
@@ -111,6 +114,7 @@ class Engine:
         dtype: str | None = None,
         num_shards: int = 1,
         progress: Callable[[int, int], None] | None = None,
+        host_progress: Callable[[int, int], None] | None = None,
     ) -> "Engine":
         """Load a checkpoint and serve it.
 
@@ -120,6 +124,7 @@ class Engine:
             dtype: of weights and KV; None: the checkpoint's own.
             num_shards: devices to spread the model over.
             progress: called with (bytes loaded, bytes in all).
+            host_progress: as where a model is in memory.
 
         Raises:
             CheckpointError: it is missing, damaged or inconsistent.
@@ -133,6 +138,7 @@ class Engine:
             end_token_ids=loaded.end_token_ids,
             fingerprint=loaded.fingerprint,
             num_shards=num_shards,
+            host_progress=host_progress,
         )
 
     # -- conversations ---------------------------------------------------------------------------

@@ -320,6 +320,7 @@ def build_worker(
     check_host_memory: bool,
     checksums: bool,
     transfer_faults: TransferFaults | None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Worker:
     """Allocate both tiers' memory and build the worker that owns it.
 
@@ -332,6 +333,7 @@ def build_worker(
         check_host_memory: refuse a host tier larger than the memory that is available.
         checksums: keep a checksum of every host page and load none whose bytes have changed.
         transfer_faults: make copies between the tiers go wrong; None: don't.
+        progress: called with (bytes of host memory done, bytes in all).
 
     Raises:
         InvalidArgumentError: the model doesn't divide over the mesh, or the device can't give the memory.
@@ -353,6 +355,7 @@ def build_worker(
             dtype=spec.dtype,
             devices=list(mesh.devices.flat),
             check_memory=check_host_memory,
+            progress=progress,
         )
         mover = PageMover(pool, NamedSharding(mesh, KV_SPEC), PageChecksums(pool) if checksums else None)
         if transfer_faults is not None:

@@ -637,3 +637,15 @@ def test_decoding_goes_on_beside_a_long_prompt(engine):
     assert decoding.news == 1 + steps
     slow.check(prefill, prompt)
     fast.check(decoding, [1, 2])
+
+
+def test_host_memory_is_reported_as_it_comes():
+    calls = []
+    with Engine(
+        tiny_model(),
+        config=config(host_pages=9),
+        host_progress=lambda done, total: calls.append((done, total)),
+    ):
+        pass
+    layers = len(tiny_model().layers)
+    assert calls == [(calls[-1][1] * (n + 1) // layers, calls[-1][1]) for n in range(layers)]
