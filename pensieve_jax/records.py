@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,7 +96,7 @@ def command_line() -> str:
         started = ["-m", spec.name.removesuffix(".__main__")]
     else:
         started = [_below_root(str(Path(sys.argv[0]).resolve()))]
-    return " ".join(["python", *started, *map(_below_root, sys.argv[1:])])
+    return shlex.join(["python", *started, *map(_below_root, sys.argv[1:])])
 
 
 def gpu() -> tuple[str, str] | None:
@@ -117,5 +118,8 @@ def commit() -> str:
 
 
 def _below_root(text: str) -> str:
+    """A path below the repository from there, any other absolute one as its last part."""
     path = Path(text)
-    return path.relative_to(ROOT).as_posix() if path.is_absolute() and path.is_relative_to(ROOT) else text
+    if not path.is_absolute():
+        return text
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name

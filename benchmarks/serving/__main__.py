@@ -13,6 +13,7 @@ from benchmarks.serving.models import ModelChoice
 from benchmarks.serving.run import LATENCY_LIMIT_S, SYSTEMS, RunSettings, ServerSettings
 from benchmarks.serving.study import RESULTS, Study, make_console, rate_points
 from benchmarks.workloads import SOURCES, WorkloadSettings
+from benchmarks.workloads.__main__ import synthetic_of, synthetic_options
 from pensieve_jax.core.errors import PensieveError
 
 
@@ -44,6 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
             requests_per_s=rate,
             think_time_s=given.think_time,
             head_start_s=given.head_start,
+            synthetic=synthetic_of(given),
             seed=given.seed,
         )
 
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default="serving", help="what the cases' names begin with")
     parser.add_argument("--source", choices=SOURCES, default="sharegpt")
     parser.add_argument("--path", type=Path, help="the source's file")
+    synthetic_options(parser)
     parser.add_argument("--conversations", type=int, default=200, help="at most")
     parser.add_argument("--rates", default="1", help="requests/s, separated by commas")
     parser.add_argument("--think-time", type=float, default=60.0, help="mean, in s")

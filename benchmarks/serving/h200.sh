@@ -5,10 +5,11 @@
 #   h200.sh after OUT LENGTHS       anywhere: the simulator beside what was measured
 # a: figure 10, this engine and its stateless mode
 # b: figure 10, vLLM stateless, with offloading, with prefix caching; PYTHONPATH must lead to vLLM
-# c: figures 13 and 14       d: figures 15, 3 and 4
+# c: figures 13 and 14       d: figures 15, 3 and 4, and single turns, for which state can't help
 # A part's last stages are cut where time is short: each point is kept as soon as it is measured. Programs compiled in
 # one part serve the next on the same machine.
 # Users think 10 s in figures 10, 13 and 14, with all of 40 GB on the GPU and 64 GB in the host: nothing is compressed.
+# PENSIEVE_COMMIT names the commit where the copy has no repository.
 set -u
 part=$1 out=${2:?the folder of results} lengths=${3-}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -49,9 +50,12 @@ c)
   stage 330 fig14 "${opt[@]}" --part measure
   ;;
 d)
-  stage 330 fig15 "${slow[@]}" --part measure
-  stage 120 fig03 --out "$out" --max-rows 128
-  stage 120 fig04 --out "$out"
+  stage 280 fig15 "${slow[@]}" --part measure
+  stage 100 fig03 --out "$out" --max-rows 128
+  stage 70 fig04 --out "$out"
+  timeout -k 5 130 python3 -m benchmarks.serving --name single --model llama-2-13b-kv10 --source synthetic --mean-turns 1 \
+    --mean-input-tokens 500 --systems pensieve,stateless --rates 10 --max-rows 128 --host-kv-gb 16 --conversations 1000 \
+    --duration 30 --warm-up 8 --drain 10 --out "$out" || echo "== ended with $?"
   ;;
 after)
   stage 600 fig14 "${opt[@]}" --part simulate

@@ -14,8 +14,27 @@ from rich.progress import Progress
 from benchmarks.workloads.make import SOURCES, WorkloadSettings, make_workload
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.models import load_tokenizer
+from pensieve_jax.simulator.synthetic import SyntheticWorkload
 
+MEANS = ("mean_turns", "mean_input_tokens", "mean_output_tokens")
 DEFAULTS = {field.name: field.default for field in fields(WorkloadSettings)}
+
+
+def synthetic_options(parser: argparse.ArgumentParser) -> None:
+    """Means of synthetic conversations."""
+    usual = SyntheticWorkload()
+    for name in MEANS:
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(
+            option, type=float, default=getattr(usual, name), help="of synthetic conversations"
+        )
+
+
+def synthetic_of(given: argparse.Namespace) -> SyntheticWorkload | None:
+    """What those options say; None for other sources."""
+    if given.source != "synthetic":
+        return None
+    return SyntheticWorkload(**{name: getattr(given, name) for name in MEANS})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,6 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--head-start", type=float, default=DEFAULTS["head_start_s"], help="in s")
     parser.add_argument("--max-context", type=int, default=DEFAULTS["max_context_tokens"])
     parser.add_argument("--vocab", type=int, default=DEFAULTS["vocab_size"], help="of drawn ids")
+    synthetic_options(parser)
     parser.add_argument("--seed", type=int, default=DEFAULTS["seed"])
     parser.add_argument("--out", type=Path, help="file to write, .npz")
     given = parser.parse_args(arguments)
@@ -49,6 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
             max_context_tokens=given.max_context,
             vocab_size=given.vocab,
             head_start_s=given.head_start,
+            synthetic=synthetic_of(given),
             seed=given.seed,
         )
         tokenizer = None if given.tokenizer is None else load_tokenizer(given.tokenizer)

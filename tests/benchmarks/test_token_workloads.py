@@ -195,5 +195,7 @@ def test_command_prints_the_digest(tmp_path, capsys):
     assert f"digest: {read_workload_file(tmp_path / 'w.npz').digest}" in printed
     main(arguments)
     assert printed.endswith(capsys.readouterr().out)
+    main([*arguments, "--mean-turns", "1"])
+    assert "mean_turns: 1.0" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="path: got None"):
         main(["mooncake"])
