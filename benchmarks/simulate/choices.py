@@ -5,6 +5,7 @@
 - `policies_rate*_*`: each policy in the setting of figure 14, with LRU as the peer
 - `share_*`: ShareGPT with 1,000 tokens of system prompt before each conversation, of which there are 1, 20 or
   100; share-aware retention value, with the plain one as the peer
+- `oneprompt_*`: the same with one prompt and short conversations on a device that holds about two of them
 - `load_*`: load or recompute by cost on each trace and link, with the better of always loading and never
   loading (no host tier) as the peer
 """
@@ -33,6 +34,10 @@ from pensieve_jax.simulator.sweep import Point, run_point
 
 SEEDS = (0, 1, 2)
 PROMPT_TOKENS = 1000
+SHORT_TOKENS = 3072
+"""Longest conversation where tiers are small."""
+SMALL_TIERS_GB = (4.0, 6.0)
+"""1.5 and 2.3 conversations of that length with their prompt."""
 LINKS_GB_S = (25.0, 6.0, 2.0)
 """PCIe 4.0; about where loading a chunk takes as long as recomputing it; a slow one."""
 
@@ -91,6 +96,24 @@ def share(track):
     keep(lines, "share_")
 
 
+def one_prompt(track):
+    """One system prompt for all, where the device alone holds little more than one conversation."""
+    conversations, lines = [c for c in sharegpt() if c.num_tokens <= SHORT_TOKENS], []
+    chosen = with_prompts(conversations, 1)
+    for device_gb in track(SMALL_TIERS_GB, "one prompt, small tiers"):
+        settings = {"requests_per_s": 0.2, "device_kv_gb": device_gb, "host_kv_gb": 0.0, "duration_s": 7200.0}
+        plain, aware = (
+            averages(chosen, SEEDS, policy=name, **settings) for name in ("retention-value", "share-aware")
+        )
+        shapes = settings | {"prompt_tokens": PROMPT_TOKENS, "seeds": list(SEEDS), "peer": "retention-value"}
+        for metric, unit in (("hit_rate", "share"), ("recomputed_tokens_per_request", "tokens")):
+            value, other = aware[metric], plain[metric]
+            ratio = value / other if metric == "hit_rate" else other / value
+            case = f"oneprompt_{device_gb:g}gb"
+            lines.append(line(case, metric, value, unit, ceiling=other, ratio=ratio, shapes=shapes))
+    keep(lines, "oneprompt_")
+
+
 TRACES = {
     "mooncake-conversation": ("mooncake", "mooncake/conversation_trace.jsonl", 0.04),
     "mooncake-synthetic": ("mooncake", "mooncake/synthetic_trace.jsonl", 0.04),
@@ -111,18 +134,24 @@ def traces(data):
 
 
 def load(track, data):
-    lines = []
+    def figures(conversations, config):
+        result = Simulation(conversations, config, stop_s=TRACE_S).run()
+        return summarize(result, until_s=min(TRACE_S, result.end_s))
+
     for name, conversations in traces(data):
+        without = make_config(host_kv_bytes=0)
+        never = figures(conversations, without)  # no link matters
+        lines = []
         for gb_s in track(LINKS_GB_S, f"load or recompute, {name}"):
             device = replace(DEVICES["a100-80gb"], load_bytes_per_s=gb_s * 1e9, store_bytes_per_s=gb_s * 1e9)
             always = replace(make_config(), device=device)
-            never = replace(always, cache=replace(always.cache, host_pages=0))
             page_bytes = always.cache.page_tokens * always.model.kv_bytes_per_token
             by_cost = replace(always, cache=replace(always.cache, load_s_per_page=page_bytes / gb_s / 1e9))
-            results = {}
-            for way, config in (("always", always), ("never", never), ("by cost", by_cost)):
-                result = Simulation(conversations, config, stop_s=TRACE_S).run()
-                results[way] = summarize(result, until_s=min(TRACE_S, result.end_s))
+            results = {
+                "always": figures(conversations, always),
+                "never": never,
+                "by cost": figures(conversations, by_cost),
+            }
             for metric in ("normalized_latency_s_mean", "ttft_s_mean"):
                 values = {way: figures[metric] for way, figures in results.items()}
                 best = min(values["always"], values["never"])
@@ -131,12 +160,12 @@ def load(track, data):
                 value = values["by cost"]
                 case = f"load_{name}_link{gb_s:g}"
                 lines.append(line(case, metric, value, "s", ceiling=best, ratio=best / value, shapes=shapes))
-    keep(lines, "load_")
+        keep(lines, f"load_{name}_")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("policies", "share", "load"), help="only this one")
+    parser.add_argument("--part", choices=("policies", "share", "oneprompt", "load"), help="only this one")
     parser.add_argument(
         "--data", type=Path, help="folder of traces: mooncake/, ragpulse/; without it ShareGPT only"
     )
@@ -150,6 +179,8 @@ def main():
             policies(track)
         if arguments.part in (None, "share"):
             share(track)
+        if arguments.part in (None, "oneprompt"):
+            one_prompt(track)
         if arguments.part in (None, "load"):
             load(track, arguments.data)
 
