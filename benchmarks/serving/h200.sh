@@ -40,6 +40,7 @@ a)
   ;;
 b)
   export JAX_PLATFORMS=cpu VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+  export VLLM_WORKER_MULTIPROC_METHOD=spawn # this process has threads of JAX, which don't go with a fork
   export VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
   stage 220 fig10 "${busy[@]}" --systems vllm-stateless --rates 4,8
   stage 240 fig10 "${busy[@]}" --systems vllm-offload --rates 8,12

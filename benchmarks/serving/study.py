@@ -1,5 +1,6 @@
 """Many runs: points of systems, workloads and rates; lines of results as they come; a table at the end."""
 
+import functools
 import json
 import math
 import re
@@ -17,7 +18,7 @@ from benchmarks.serving.clock import RunClock
 from benchmarks.serving.models import ModelChoice
 from benchmarks.serving.run import Opener, RunSettings, ServerSettings, live, run_once
 from benchmarks.serving.systems.base import System, SystemUnavailableError
-from benchmarks.workloads import Workload, WorkloadSettings, make_workload
+from benchmarks.workloads import TokenConversation, Workload, WorkloadSettings, make_workload, tokenise
 from pensieve_jax.records import ROOT, command_line, commit, gpu, record, replace_records
 from pensieve_jax.versions import processor
 
@@ -258,7 +259,19 @@ def workload_of(point: Point) -> Workload:
         point.server.max_context_tokens,
         point.choice.spec.max_context_tokens,
     )
-    return make_workload(replace(settings, max_context_tokens=min(limits)), tokenizer)
+    settings = replace(settings, max_context_tokens=min(limits))
+    return make_workload(settings, tokenizer, tokens=_tokens(_without_times(settings), point.choice))
+
+
+@functools.lru_cache(maxsize=2)
+def _tokens(settings: WorkloadSettings, choice: ModelChoice) -> tuple[TokenConversation, ...]:
+    """Tokenised once for all rates and think times."""
+    return tuple(tokenise(settings, choice.tokenizer))
+
+
+def _without_times(settings: WorkloadSettings) -> WorkloadSettings:
+    rate = None if settings.requests_per_s is None else 1.0
+    return replace(settings, requests_per_s=rate, think_time_s=0.0, head_start_s=0.0)
 
 
 def make_console() -> Console:

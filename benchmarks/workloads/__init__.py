@@ -1,6 +1,6 @@
 """What users say to a server, and when: one workload for every system that is compared."""
 
-from benchmarks.workloads.make import SOURCES, WorkloadSettings, make_workload
+from benchmarks.workloads.make import SOURCES, WorkloadSettings, make_workload, tokenise
 from benchmarks.workloads.workload import TokenConversation, Workload, read_workload_file
 
 __all__ = [
@@ -10,4 +10,5 @@ __all__ = [
     "WorkloadSettings",
     "make_workload",
     "read_workload_file",
+    "tokenise",
 ]

@@ -93,19 +93,45 @@ class WorkloadSettings:
 
 
 def make_workload(
-    settings: WorkloadSettings, tokenizer: Any | None = None, *, progress: Progress | None = None
+    settings: WorkloadSettings,
+    tokenizer: Any | None = None,
+    *,
+    tokens: Sequence[TokenConversation] | None = None,
+    progress: Progress | None = None,
 ) -> Workload:
     """Make a workload.
 
     Args:
         settings: what to make it from.
         tokenizer: of `transformers`, for sources that hold texts; None draws ids of about the right counts.
+        tokens: what `tokenise` gave for settings that differ in times alone; None tokenises now.
         progress: is told how many conversations of how many are tokenised.
 
     Raises:
         InvalidArgumentError: the file is not of its source's form or holds nothing usable.
         AssetError: ShareGPT can't be fetched.
         OSError: the file can't be read.
+    """
+    if tokens is None:
+        tokens = tokenise(settings, tokenizer, progress)
+    timed = _timed(tokens, settings)
+    begun = with_running_start(
+        timed, head_start_s=settings.head_start_s, answer_s_per_token=settings.answer_s_per_token
+    )
+    if not begun:
+        raise InvalidArgumentError(
+            f"head_start_s: got {settings.head_start_s:g}, expected less than the conversations last"
+        )
+    about = settings.as_json() | {"tokens": "drawn" if tokenizer is None else _name(tokenizer)}
+    return Workload(conversations=tuple(begun), settings=about)
+
+
+def tokenise(
+    settings: WorkloadSettings, tokenizer: Any | None = None, progress: Progress | None = None
+) -> list[TokenConversation]:
+    """The conversations of a workload as tokens, without times. Arguments and errors as of `make_workload`.
+
+    Of the settings, those of times don't matter.
     """
     if settings.source in TEXTS and tokenizer is not None:
         texts = sample_conversations(_texts(settings), settings.conversations, settings.seed)
@@ -121,16 +147,7 @@ def make_workload(
         raise InvalidArgumentError(
             f"max_context_tokens: got {settings.max_context_tokens}, expected enough for a conversation"
         )
-    timed = _timed(tokens, settings)
-    begun = with_running_start(
-        timed, head_start_s=settings.head_start_s, answer_s_per_token=settings.answer_s_per_token
-    )
-    if not begun:
-        raise InvalidArgumentError(
-            f"head_start_s: got {settings.head_start_s:g}, expected less than the conversations last"
-        )
-    about = settings.as_json() | {"tokens": "drawn" if tokenizer is None else _name(tokenizer)}
-    return Workload(conversations=tuple(begun), settings=about)
+    return tokens
 
 
 def _texts(settings: WorkloadSettings) -> list[SourceConversation]:

@@ -14,9 +14,11 @@ from benchmarks.serving.compression import Tiers
 from benchmarks.serving.driver import serve
 from benchmarks.serving.models import ModelChoice
 from benchmarks.serving.run import Opener, RunSettings, ServerSettings, run_once
+from benchmarks.serving.systems import transformers_batching
 from benchmarks.serving.systems.base import ServingError, SystemUnavailableError
 from benchmarks.serving.systems.openai_server import OpenAIServerSystem
 from benchmarks.serving.systems.pensieve import VARIANTS
+from benchmarks.serving.systems.transformers_batching import TransformersSettings, TransformersSystem
 from benchmarks.serving.systems.vllm_engine import (
     VllmSettings,
     VllmSystem,
@@ -251,6 +253,81 @@ def test_vllm_gets_the_same_budgets(tmp_path):
 def test_vllm_that_is_not_there(tmp_path):
     with pytest.raises(SystemUnavailableError, match="vLLM can't be imported here"):
         VllmSystem("vllm-prefix", vllm_settings(), RunClock(), tmp_path)
+
+
+# -- transformers --------------------------------------------------------------------------------
+
+
+class FakeManager:
+    """Gives one more token of each request for every result that is asked for."""
+
+    def __init__(self, config):
+        self.config, self.running, self.stopped = config, {}, False
+
+    def start(self):
+        pass
+
+    def add_request(self, ids, *, request_id, max_new_tokens, eos_token_id, streaming):
+        assert streaming and eos_token_id == -1
+        self.running[request_id] = (list(ids), max_new_tokens, [])
+
+    def get_result(self, timeout):
+        if not self.running or timeout < 1e-4:
+            return None
+        name = next(iter(self.running))
+        ids, count, output = self.running.pop(name)
+        output = [*output, (sum(ids) + len(output)) % 256]
+        done = len(output) == count
+        if not done:
+            self.running[name] = (ids, count, output)
+        return SimpleNamespace(request_id=name, generated_tokens=output, error=None, is_finished=lambda: done)
+
+    def cancel_request(self, name):
+        self.running.pop(name)
+
+    def stop(self, block):
+        self.stopped = block
+
+
+class FakeModel:
+    def set_attn_implementation(self, name):
+        self.attention = name
+
+    def init_continuous_batching(self, generation, batching):
+        assert generation.do_sample is False
+        self.manager = FakeManager(batching)
+        return self.manager
+
+
+def test_transformers_adapter(monkeypatch):
+    torch = ModuleType("torch")
+    torch.__version__, torch.cuda = "0.0", SimpleNamespace(is_available=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    model = FakeModel()
+    monkeypatch.setattr(transformers_batching, "_load", lambda *_: model)
+    clock = RunClock(skip_idle=True)
+    given = TransformersSettings(
+        model=TINY.config, dtype="bfloat16", kv_bytes=2**20, kv_bytes_per_token=256, step_tokens=512
+    )
+    system = TransformersSystem(given, clock)
+    system.warm_up()
+    assert (model.attention, model.manager.config.num_blocks) == ("paged|sdpa", 16)
+    assert model.manager.config.allow_block_sharing is False
+    workload = few_turns()
+    figures = run_once(system, workload, clock, RunSettings(stop_s=1000.0, warm_up_s=0.0))
+    assert figures["requests"] == workload.num_turns
+    assert figures["hit_rate"] == 0.0
+    assert figures["recomputed_tokens"] == figures["history_tokens"] > 0
+    system.close()
+    assert model.manager.stopped
+
+
+def test_transformers_without_torch():
+    given = TransformersSettings(
+        model=TINY.config, dtype="bfloat16", kv_bytes=2**20, kv_bytes_per_token=256, step_tokens=512
+    )
+    with pytest.raises(SystemUnavailableError, match="torch can't be imported here"):
+        TransformersSystem(given, RunClock())
 
 
 # -- a server over HTTP --------------------------------------------------------------------------

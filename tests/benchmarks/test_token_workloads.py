@@ -6,7 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.workloads import SOURCES, WorkloadSettings, make_workload, read_workload_file
+from benchmarks.workloads import (
+    SOURCES,
+    WorkloadSettings,
+    make_workload,
+    read_workload_file,
+    tokenise,
+)
 from benchmarks.workloads.__main__ import main
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.simulator.synthetic import SyntheticWorkload
@@ -57,6 +63,12 @@ def test_same_seed_same_tokens_and_times():
         assert all(map(np.array_equal, a.inputs, b.inputs))
     for change in ({"seed": 1}, {"requests_per_s": 3.0}, {"think_time_s": 6.0}, {"vocab_size": 97}):
         assert make_workload(replace(SYNTHETIC, **change)).digest != first.digest
+
+
+def test_tokens_do_not_depend_on_times():
+    tokens = tokenise(replace(SYNTHETIC, requests_per_s=1.0, think_time_s=0.0))
+    settings = replace(SYNTHETIC, head_start_s=2.0)
+    assert make_workload(settings, tokens=tokens).digest == make_workload(settings).digest
 
 
 def test_arrivals_and_think_times():
