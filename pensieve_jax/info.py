@@ -24,7 +24,8 @@ def machine_facts() -> dict[str, str]:
     return {
         **{name: package_version(name) for name in PACKAGES},
         "devices": f"{len(devices)} x {', '.join(kinds)} ({devices[0].platform})",
-        "attention": _chosen(filter(attention.runs_here, attention.IMPLEMENTATIONS)),
+        "attention": _chosen(filter(attention.runs_here, attention.in_order(decode=False))),
+        "attention, decoding": _chosen(filter(attention.runs_here, attention.in_order(decode=True))),
         "KV writing": _chosen(filter(kv_write.runs_here, kv_write.IMPLEMENTATIONS)),
     }
 

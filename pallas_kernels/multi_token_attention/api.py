@@ -11,7 +11,18 @@ from pallas_kernels.multi_token_attention.xla import attention_xla
 from pallas_kernels.triton_support import runs_here as triton_runs_here
 
 IMPLEMENTATIONS = {"mosaic": attention_mosaic, "triton": attention_triton, "xla": attention_xla}
-"""Name -> implementation, in the order in which they are tried."""
+"""Name -> implementation."""
+
+
+def in_order(*, decode: bool) -> tuple[str, ...]:
+    """Implementations in the order in which they are tried.
+
+    Args:
+        decode: for batches whose rows all have one query, and whose rows may be cut as the batch wants it.
+            The Triton kernel begins and ends such a batch faster, and reads as fast in between
+            (`benchmarks/results/kernels-h200.jsonl`).
+    """
+    return ("triton", "mosaic", "xla") if decode else ("mosaic", "triton", "xla")
 
 
 def runs_here(implementation: str) -> bool:
@@ -47,8 +58,8 @@ def multi_token_attention(
         scale: factor of the scores; None: head_dim ** -0.5.
         sliding_window: positions each query sees, its own included; None: all.
         logit_soft_cap: c in c * tanh(score / c); None: no cap.
-        implementation: one of `IMPLEMENTATIONS`; None: the first that runs on the default device and takes
-            the input. A named one is compiled for whatever device the call is lowered for.
+        implementation: one of `IMPLEMENTATIONS`; None: the first `in_order` that runs on the default device
+            and takes the input. A named one is compiled for whatever device the call is lowered for.
 
     Returns:
         [num_tokens, num_heads, head_dim] in q's dtype; zeros for tokens that belong to no row.
@@ -80,11 +91,11 @@ def multi_token_attention(
     check(
         implementation is None or implementation in IMPLEMENTATIONS, "implementation", implementation, known
     )
-    for name, run in IMPLEMENTATIONS.items():
+    for name in in_order(decode=plan.block_q == 1 and not plan.batch_invariant):
         if name != implementation and (implementation is not None or not runs_here(name)):
             continue
         try:
-            return run(
+            return IMPLEMENTATIONS[name](
                 q,
                 kv_pages,
                 plan,

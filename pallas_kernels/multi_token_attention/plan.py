@@ -18,7 +18,7 @@ TILE_LINES = 128
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["cu_q_lens", "kv_lens", "page_table", "tile_rows", "tile_starts", "schedule"],
-    meta_fields=["block_q"],
+    meta_fields=["block_q", "batch_invariant"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
@@ -37,6 +37,8 @@ class AttentionPlan:
     from the end of the last row: together they hold the padding tokens."""
     block_q: int
     """Most query tokens of a tile."""
+    batch_invariant: bool = False
+    """Whether a row's output may not depend on what else is in the batch."""
     schedule: Schedule | None = None
     """Work items of the Hopper kernel; None: this plan serves the other implementations alone."""
 
@@ -120,6 +122,7 @@ def plan_attention(
         tile_rows=rows,
         tile_starts=starts,
         block_q=block_q,
+        batch_invariant=batch_invariant,
         schedule=schedule,
     )
 

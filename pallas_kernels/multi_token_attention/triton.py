@@ -1,4 +1,5 @@
-"""Multi-token paged attention in Triton: for GPUs before Hopper, and for what the Hopper kernel refuses.
+"""Multi-token paged attention in Triton: for decode batches, for GPUs before Hopper, and for what the
+Hopper kernel refuses.
 
 Two kinds of work, a launch each. *Wide* tiles are tokens of a row of more than one under heads that share a
 KV head: prefill, bound by arithmetic. *Narrow* ones are the heads of a group of a row of one token, over a

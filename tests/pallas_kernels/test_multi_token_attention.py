@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.multi_token_attention import multi_token_attention, plan_attention, reference_attention
+from pallas_kernels.multi_token_attention import (
+    api,
+    multi_token_attention,
+    plan_attention,
+    reference_attention,
+)
 
 
 def make_batch(rng, lens, *, page_size=32, kv_heads=2, group=2, head_dim=16, spare=3, dtype=np.float32):
@@ -82,6 +87,20 @@ def test_rows_may_share_pages_and_split_a_prompt_anywhere():
     np.testing.assert_allclose(got[:50], whole[:50], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got[50:59], whole[191:200], rtol=1e-5, atol=1e-5)
     assert (got[59:] == 0).all()
+
+
+def test_decode_batches_go_to_triton_unless_they_must_be_invariant(monkeypatch):
+    chosen = []
+    for name in api.IMPLEMENTATIONS:
+        monkeypatch.setitem(api.IMPLEMENTATIONS, name, lambda *_, name=name, **__: chosen.append(name))
+    monkeypatch.setattr(api, "runs_here", lambda name: True)
+    pages = [np.zeros(3, np.int32)]
+    pool, q = jnp.zeros((1, 2, 1, 32, 16)), jnp.zeros((4, 2, 16))
+    sizes = {"kv_lens": [70], "pages": pages, "max_rows": 4, "max_pages": 3, "max_tokens": 4}
+    for q_len, invariant in ((1, False), (1, True), (3, False)):
+        plan = plan_attention(q_lens=[q_len], batch_invariant=invariant, **sizes)
+        multi_token_attention(q, pool, plan)
+    assert chosen == ["triton", "mosaic", "mosaic"]
 
 
 def test_bad_arguments_are_refused():
