@@ -148,6 +148,7 @@ class Engine:
         self,
         conversation_id: str | None = None,
         *,
+        tenant: str | None = None,
         priority: float | None = None,
         time_to_live_s: float | None = None,
     ) -> Conversation:
@@ -155,6 +156,8 @@ class Engine:
 
         Args:
             conversation_id: of the one to open or begin; None begins one with a fresh id.
+            tenant: whose it is, from its first day on; its KV is shared with no other tenant's conversations,
+                whatever they have in common. None: nobody's, or as it is. Forks have their source's.
             priority: see `Conversation.priority`; None: as it is, at first 1.
             time_to_live_s: see `Conversation.time_to_live_s`; None: as it is, at first no limit.
 
@@ -164,7 +167,7 @@ class Engine:
         given = {"priority": priority, "time_to_live_s": time_to_live_s}
         changes = {name: value for name, value in given.items() if value is not None}
         Hints(**changes)  # before the log has the conversation
-        state = self._conversations.open(conversation_id)
+        state = self._conversations.open(conversation_id, tenant)
         if changes:
             self.set_hints(state.id, **changes)
         return Conversation(self, state.id)
@@ -209,7 +212,7 @@ class Engine:
             InvalidArgumentError: it has fewer turns, or the new id is taken.
         """
         source, new = self._conversations.fork(conversation_id, new_id, num_turns)
-        self._turns.cache.open(source.id, self._clock())
+        self._turns.open_in_cache(source)
         self._turns.cache.fork(source.id, new.id, len(new.tokens), self._clock())
         self._turns.hints.copy(source.id, new.id, self._turns.cache, self._clock())
         return Conversation(self, new.id)
@@ -228,7 +231,7 @@ class Engine:
             InvalidArgumentError: it has fewer turns.
         """
         state = self._conversations.rewind(conversation_id, num_turns)
-        self._turns.cache.open(state.id, self._clock())
+        self._turns.open_in_cache(state)
         self._turns.cache.truncate(state.id, len(state.tokens))
 
     @between_steps

@@ -60,17 +60,33 @@ class ConversationRegistry:
         if state is not None and state.busy:
             raise ConversationBusyError(f"conversation {conversation_id!r} has an unfinished turn")
 
-    def open(self, conversation_id: str | None) -> ConversationState:
-        """The conversation of that id, which begins now if there is none; None begins one with a fresh id."""
+    def open(self, conversation_id: str | None, tenant: str | None = None) -> ConversationState:
+        """The conversation of that id, which begins now if there is none; None begins one with a fresh id.
+
+        Args:
+            conversation_id: of the one to open or begin.
+            tenant: whose it is, for ever; None: nobody's, or as it is.
+
+        Raises:
+            InvalidArgumentError: it is another tenant's, or the id or the tenant is no text.
+        """
+        if tenant is not None and not (tenant == "" or _is_id(tenant)):
+            raise InvalidArgumentError(f"tenant: got {tenant!r}, expected a text")
         if conversation_id is None:
             conversation_id = uuid.uuid4().hex
         _check_id("conversation_id", conversation_id)
         try:
-            return self.get(conversation_id)
+            state = self.get(conversation_id)
         except UnknownConversationError:
-            self._log.create(conversation_id)
-            state = self._states[conversation_id] = new_state(conversation_id, logged=True)
+            self._log.create(conversation_id, tenant=tenant or "")
+            state = new_state(conversation_id, logged=True, tenant=tenant or "")
+            self._states[conversation_id] = state
             return state
+        if tenant not in (None, state.tenant):
+            raise InvalidArgumentError(
+                f"tenant: got {tenant!r}, expected that of {conversation_id!r} or None"
+            )
+        return state
 
     def add_unlogged(self, state: ConversationState) -> None:
         """Know a conversation that the log doesn't have, until it is forgotten."""

@@ -94,6 +94,7 @@ def state_of(record: ConversationRecord) -> ConversationState:
     return ConversationState(
         id=record.id,
         logged=True,
+        tenant=record.tenant,
         tokens=record.token_ids,
         turn_ends=[int(end) for end in ends],
         history=[_with_answer(turn) for turn in record.turns],
@@ -105,6 +106,7 @@ def copy_of(source: ConversationState, new_id: str, num_turns: int) -> Conversat
     return ConversationState(
         id=new_id,
         logged=source.logged,
+        tenant=source.tenant,
         tokens=source.tokens[: source.tokens_of(num_turns)],
         turn_ends=source.turn_ends[:num_turns],
         history=source.history[:num_turns],

@@ -145,6 +145,10 @@ class TurnLoop:
         self.parts.worker.compile(choices, max_turns=max_turns, progress=progress)
         self.compilations.count = 0
 
+    def open_in_cache(self, state: ConversationState) -> None:
+        """Let the cache know a conversation, if it doesn't."""
+        self.cache.open(state.id, self._clock(), tenant=state.tenant)
+
     def warm(self, state: ConversationState) -> int:
         """An idle conversation's next turn is near: the next step loads what the host has of it.
 
@@ -152,7 +156,7 @@ class TurnLoop:
             chunks that could be loaded.
         """
         now = self._clock()
-        self.cache.open(state.id, now)
+        self.open_in_cache(state)
         self.cache.touch(state.id, now)  # else what is loaded would be the first to leave
         return self.cache.warm(state.id)
 
@@ -208,9 +212,8 @@ class TurnLoop:
         self._submit(state.active)
 
     def _submit(self, active: ActiveTurn) -> None:
-        now = self._clock()
-        self.cache.open(active.state.id, now, tenant=active.state.tenant)
-        self.scheduler.submit(active.request, now)
+        self.open_in_cache(active.state)
+        self.scheduler.submit(active.request, self._clock())
 
     def _completed(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
         """Parameters with seed and `max_tokens` set, after everything is known to fit."""
@@ -409,7 +412,7 @@ class TurnLoop:
         state = active.state
         del self._active[active.request.id]
         state.active = None
-        self.cache.open(state.id, self._clock())
+        self.open_in_cache(state)
         self.cache.truncate(state.id, len(state.tokens))
         active.turn.end(outcome)
         while state.queued and not state.busy:

@@ -25,7 +25,10 @@ from pensieve_jax.core.errors import InvalidArgumentError, LogError, UnknownConv
 from pensieve_jax.core.messages import Message
 from pensieve_jax.core.types import FinishReason
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+_UPGRADES = {"1": "ALTER TABLE conversations ADD COLUMN tenant TEXT NOT NULL DEFAULT ''"}
+"""Older versions that can be read -> the change that makes one the present version."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -34,7 +37,8 @@ CREATE TABLE conversations (
     id TEXT NOT NULL UNIQUE,
     created_s REAL NOT NULL,
     parent_id TEXT,
-    parent_turns INTEGER
+    parent_turns INTEGER,
+    tenant TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE turns (
     conversation INTEGER NOT NULL REFERENCES conversations (number) ON DELETE CASCADE,
@@ -106,6 +110,8 @@ class ConversationRecord:
     """The conversation that it was forked from, which may be deleted since; None if it wasn't forked."""
     parent_turns: int | None
     """How many turns it shares with its parent."""
+    tenant: str
+    """Whose conversation it is; "" if nobody was named."""
     turns: tuple[TurnRecord, ...]
 
     @property
@@ -142,7 +148,8 @@ class ConversationLog:
         """Opens a log, and creates it if there is no file at `path`.
 
         Args:
-            path: the file; None keeps the log in memory, for as long as it is open.
+            path: the file; None keeps the log in memory, for as long as it is open. A log of an older version
+                is upgraded in place.
             vocab_size: of the model; tokens of another vocabulary mean nothing to it.
             model: its name, for people who look at the file.
             fingerprint: identifies its weights. If they have changed, a log line says so and the new
@@ -173,14 +180,20 @@ class ConversationLog:
             raise
         return log
 
-    def create(self, conversation_id: str) -> None:
+    def create(self, conversation_id: str, *, tenant: str = "") -> None:
         """Adds a conversation without turns.
+
+        Args:
+            conversation_id: a new one.
+            tenant: whose conversation it is.
 
         Raises:
             InvalidArgumentError: there is one of that id.
         """
         with self._transaction() as connection:
-            self._insert_conversation(connection, conversation_id, parent_id=None, parent_turns=None)
+            self._insert_conversation(
+                connection, conversation_id, tenant=tenant, parent_id=None, parent_turns=None
+            )
 
     def append_turn(self, conversation_id: str, turn: TurnRecord) -> None:
         """Adds a finished turn. It is durable when this returns.
@@ -216,12 +229,12 @@ class ConversationLog:
         """
         with self._locked() as connection:
             row = connection.execute(
-                "SELECT number, created_s, parent_id, parent_turns FROM conversations WHERE id = ?",
+                "SELECT number, created_s, parent_id, parent_turns, tenant FROM conversations WHERE id = ?",
                 (conversation_id,),
             ).fetchone()
             if row is None:
                 raise _unknown(conversation_id)
-            number, created_s, parent_id, parent_turns = row
+            number, created_s, parent_id, parent_turns, tenant = row
             rows = connection.execute(
                 f"SELECT {_TURN_COLUMNS} FROM turns WHERE conversation = ? ORDER BY turn", (number,)
             ).fetchall()
@@ -241,6 +254,7 @@ class ConversationLog:
             created_s=created_s,
             parent_id=parent_id,
             parent_turns=parent_turns,
+            tenant=tenant,
             turns=tuple(turns),
         )
 
@@ -266,7 +280,12 @@ class ConversationLog:
         with self._transaction() as connection:
             source, turns = _find(connection, source_id)
             _check_turns(num_turns, turns)
-            new = self._insert_conversation(connection, new_id, parent_id=source_id, parent_turns=num_turns)
+            (tenant,) = connection.execute(
+                "SELECT tenant FROM conversations WHERE number = ?", (source,)
+            ).fetchone()
+            new = self._insert_conversation(
+                connection, new_id, tenant=tenant, parent_id=source_id, parent_turns=num_turns
+            )
             connection.execute(
                 f"INSERT INTO turns (conversation, {_TURN_COLUMNS}) "
                 f"SELECT ?, {_TURN_COLUMNS} FROM turns WHERE conversation = ? AND turn < ?",
@@ -351,6 +370,8 @@ class ConversationLog:
             if is_new:
                 for statement in _SCHEMA.split(";"):  # executescript would end the transaction
                     connection.execute(statement)
+            elif upgrade := _UPGRADES.get(meta["schema_version"]):
+                connection.execute(upgrade)
             connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
 
     def _insert_conversation(
@@ -358,6 +379,7 @@ class ConversationLog:
         connection: sqlite3.Connection,
         conversation_id: str,
         *,
+        tenant: str,
         parent_id: str | None,
         parent_turns: int | None,
     ) -> int:
@@ -365,9 +387,9 @@ class ConversationLog:
         if connection.execute("SELECT 1 FROM conversations WHERE id = ?", (conversation_id,)).fetchone():
             raise InvalidArgumentError(f"id: got {conversation_id!r}, expected one that is not in use")
         (number,) = connection.execute(
-            "INSERT INTO conversations (id, created_s, parent_id, parent_turns) VALUES (?, ?, ?, ?) "
-            "RETURNING number",
-            (conversation_id, self._clock(), parent_id, parent_turns),
+            "INSERT INTO conversations (id, created_s, parent_id, parent_turns, tenant) "
+            "VALUES (?, ?, ?, ?, ?) RETURNING number",
+            (conversation_id, self._clock(), parent_id, parent_turns, tenant),
         ).fetchone()
         return number
 
@@ -407,7 +429,7 @@ def _check_path(path: Path) -> None:
 
 
 def _checked_meta(connection: sqlite3.Connection, name: str, vocab_size: int) -> dict[str, str]:
-    """The table `meta` of a database that is a log of this version and vocabulary."""
+    """The table `meta` of a database that is a log of this vocabulary, of this version or one to upgrade."""
     try:
         meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     except sqlite3.OperationalError as error:
@@ -416,7 +438,7 @@ def _checked_meta(connection: sqlite3.Connection, name: str, vocab_size: int) ->
         meta = {}
     if "schema_version" not in meta:
         raise LogError(f"{name}: an SQLite database, but not a conversation log. Give another path.")
-    if meta["schema_version"] != str(SCHEMA_VERSION):
+    if meta["schema_version"] not in (str(SCHEMA_VERSION), *_UPGRADES):
         raise LogError(
             f"{name}: has schema version {meta['schema_version']}, and this program reads {SCHEMA_VERSION}. "
             "Use the program that wrote it, or give another path."

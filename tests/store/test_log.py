@@ -268,6 +268,25 @@ def test_another_vocabulary_or_version(path: Path) -> None:
     assert_refused(path, "schema version 99")
 
 
+def test_tenants_are_kept_and_forks_have_their_sources(log: ConversationLog) -> None:
+    log.create("a", tenant="ann")
+    log.create("b")
+    log.fork("a", "c", 0)
+    assert [log.load(name).tenant for name in "abc"] == ["ann", "", "ann"]
+
+
+def test_a_log_of_the_first_version_is_upgraded(path: Path) -> None:
+    change(path, "ALTER TABLE conversations DROP COLUMN tenant")
+    change(path, "UPDATE meta SET value = '1' WHERE key = 'schema_version'")
+    for _ in range(2):
+        with open_log(path) as log:
+            assert_turns(log, "a", [1, 2, 3, 4])
+            assert log.load("b").tenant == ""
+    with open_log(path) as log:
+        log.create("new", tenant="ann")
+        assert log.load("new").tenant == "ann"
+
+
 def test_a_log_in_use(path: Path) -> None:
     with open_log(path) as log:
         assert_refused(path, "Another process has it open")
