@@ -24,6 +24,8 @@ except ImportError:
 HOPPER = 90
 MOST_GROUP = 16
 MOST_HEAD_DIM = 256
+MOST_HEAD_DIM_FLOAT32 = 128
+"""Beyond it a tile's registers don't hold the operands of a product without matrix units."""
 LEAST_LINES = 16
 """Rows of the smallest product on the matrix units."""
 NARROW_PROGRAMS = 4 * 132
@@ -99,7 +101,8 @@ def attention_triton(
         q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32),
         f"q: got {q.dtype}, expected bfloat16, float16 or float32",
     )
-    _check(head_dim <= MOST_HEAD_DIM, f"q: got head_dim {head_dim}, expected at most {MOST_HEAD_DIM}")
+    most = MOST_HEAD_DIM_FLOAT32 if q.dtype == jnp.float32 else MOST_HEAD_DIM
+    _check(head_dim <= most, f"q: got head_dim {head_dim}, expected at most {most} for {q.dtype}")
     _check(group <= MOST_GROUP, f"q: got {group} heads for each kv head, expected at most {MOST_GROUP}")
     capability = compute_capability or compute_capability_here()
     max_rows, max_pages = plan.page_table.shape

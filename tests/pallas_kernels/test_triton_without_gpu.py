@@ -5,7 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from pallas_kernels.errors import UnsupportedInputError
+from pallas_kernels.multi_token_attention import multi_token_attention
+from tests.pallas_kernels.ragged import ragged_batch
 
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes a block may have, by compute capability (CUDA programming guide, technical specifications)."""
@@ -52,3 +57,20 @@ def test_compiles_within_the_limits(capability, cases, compilers):
             assert line["temp_bytes"] < 4e6, line
             if line["case"] in ("kv_write", "kv_write_norm", "copy_pages"):
                 assert line["alias_bytes"] > 2 * 2**31, line  # the pool: more than 2**31 numbers of two bytes
+
+
+@pytest.mark.parametrize(
+    ("match", "heads", "head_dim", "dtype"),
+    [
+        ("q: got float64", 4, 16, np.float64),
+        ("head_dim 512", 4, 512, np.float16),
+        ("head_dim 256", 4, 256, np.float32),
+        ("17 heads", 17, 16, np.float16),
+    ],
+)
+def test_what_it_does_not_compute_is_refused(match, heads, head_dim, dtype):
+    sizes = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "page_size": 16, "dtype": dtype}
+    with pytest.raises(UnsupportedInputError, match=match):
+        multi_token_attention(
+            *ragged_batch(np.random.default_rng(), [(3, 20)], **sizes), implementation="triton"
+        )
