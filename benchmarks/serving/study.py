@@ -1,6 +1,7 @@
 """Many runs: points of systems, workloads and rates; lines of results as they come; a table at the end."""
 
 import functools
+import gc
 import json
 import math
 import re
@@ -103,6 +104,8 @@ class Study:
                 key = (point.system, point.choice.name, point.choice.num_shards, point.server)
                 if key != opened:
                     stack.close()
+                    system = None
+                    gc.collect()  # its KV is freed before the next one's is allocated
                     opened, clock = key, RunClock(skip_idle=point.run.skip_idle)
                     try:
                         system = stack.enter_context(

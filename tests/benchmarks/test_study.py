@@ -1,13 +1,20 @@
 """The serving command: points run, lines are kept, systems that aren't there are left out."""
 
 import json
+import weakref
+from contextlib import contextmanager
 
 import pytest
 
 from benchmarks.curves import throughput_at
 from benchmarks.figures.common import options, rates_of
 from benchmarks.serving.__main__ import main
-from benchmarks.serving.study import Study, device_label, make_console
+from benchmarks.serving.compression import Tiers
+from benchmarks.serving.models import ModelChoice
+from benchmarks.serving.run import Opener, RunSettings, ServerSettings
+from benchmarks.serving.study import Study, device_label, make_console, rate_points
+from benchmarks.workloads import WorkloadSettings
+from tests.benchmarks.fake_systems import OneAtATime, StepClock
 
 
 def arguments(out, *more):
@@ -97,3 +104,34 @@ def test_rates_by_system():
     assert rates_of(parser.parse_args([])) == {"a": [1.0], "b": [2.0]}
     assert rates_of(parser.parse_args(["--rates", "3,4"])) == {"a": [3.0, 4.0], "b": [3.0, 4.0]}
     assert rates_of(parser.parse_args(["--rates", "a=8,12;c=1"])) == {"a": [8.0, 12.0], "b": [2.0]}
+
+
+def test_a_system_is_gone_before_the_next_one_is_opened(tmp_path, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def opened(self, name, clock, **_):
+        assert all(reference() is None for reference in seen)
+        system = OneAtATime(clock, prefill_s=0.0, token_s=0.0)
+        system.clock = StepClock()
+        seen.append(weakref.ref(system))
+        yield system
+
+    monkeypatch.setattr(Opener, "open", opened)
+    choice = ModelChoice(name="tiny", dtype="float32")
+    workload = WorkloadSettings(source="synthetic", conversations=2, max_context_tokens=200)
+    server = ServerSettings(tiers=Tiers(device_bytes=1e6, host_bytes=0.0))
+    study = Study("serving", tmp_path, make_console())
+    study.run(
+        rate_points(
+            series="x",
+            systems=["pensieve", "stateless"],
+            rates=[5.0],
+            choice=choice,
+            server=lambda _: server,
+            workload=lambda _: workload,
+            run=RunSettings(stop_s=1000.0, warm_up_s=0.0),
+        )
+    )
+    assert len(seen) == 2
+    assert [row["system"] for row in study.rows] == ["pensieve", "stateless"]
