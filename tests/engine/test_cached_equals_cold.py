@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from host_cache.transfer import PageMover
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.types import FinishReason, SamplingParams
 from pensieve_jax.engine import Engine
@@ -213,6 +214,16 @@ def test_every_path_was_taken(model, policy, run_ahead):
     assert counters.pages_reclaimed > 0
     assert driver.engine.num_suspensions > 0
     assert min(driver.cancels, driver.forks, driver.rewinds, driver.stopped) > 0
+    driver.engine.close()
+
+
+def test_copies_by_threads(model):
+    """As beside a GPU, where a copy ends some steps later."""
+    driver = Driver(model, "tight-host", run_ahead=True)
+    worker = driver.engine._turns.parts.worker
+    worker._mover = PageMover(worker._mover.pool, worker._mover._device, copy_threads=2)
+    driver.play(random.Random(7), 200)
+    assert driver.engine.counters.chunks_swapped_in > 0
     driver.engine.close()
 
 

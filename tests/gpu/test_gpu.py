@@ -11,6 +11,10 @@ import pytest
 
 from host_cache.transfer import PinnedPool, register_pinned
 from pensieve_jax.core.types import SamplingParams
+from pensieve_jax.engine.warmup import warm_up
+from pensieve_jax.parallel import make_mesh
+from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, blank
+from pensieve_jax.worker.runner import ModelRunner
 from tests.engine.serving import Chat, ids, small_engine
 from tests.engine.smollm2 import assert_second_turns, assert_together, golden, greedy, smollm2_engine
 from tests.engine.test_cached_equals_cold import Driver
@@ -51,9 +55,9 @@ def test_text_of_smollm2_after_a_stay_in_pinned_memory():
 # -- cached equals cold --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("execution", ["resident", "layered"])
-def test_cached_equals_cold(model, execution):
-    driver = Driver(model, "tight-host", execution=execution)
+@pytest.mark.parametrize(("execution", "run_ahead"), [("resident", True), ("layered", False)])
+def test_cached_equals_cold(model, execution, run_ahead):
+    driver = Driver(model, "tight-host", execution=execution, run_ahead=run_ahead)
     driver.play(random.Random(7), 250)
     counters = driver.engine.counters
     for name in (
@@ -89,6 +93,30 @@ def test_resident_and_layered_give_the_same_tokens(model):
             assert engine.counters.tokens_from_host > 0
             outputs.append(answers)
     assert outputs[0] == outputs[1]
+
+
+def test_nothing_compiles_while_serving(model):
+    """With the platform's own way of running: one call a step, a step ahead, copies by threads."""
+    with small_engine(model=model, device_pages=12, host_pages=40, paranoid=False) as engine:
+        warm_up(engine, SamplingParams())
+        conversations = [engine.conversation() for _ in range(6)]
+        for turn in range(3):
+            given = [ids(10 + 17 * n, seed=10 * turn + n) for n in range(6)]
+            turns = [
+                engine.submit(c.id, g, SamplingParams(max_tokens=12))
+                for c, g in zip(conversations, given, strict=True)
+            ]
+            assert all(len(turn.result().token_ids) == 12 for turn in turns)
+        assert engine.counters.tokens_from_host > 0
+        assert engine.num_compilations == 0
+
+
+def test_no_step_copies_the_pool(model):
+    nothing = PreviousSamples(token_ids=np.zeros(4, np.int32), places={})
+    shapes = BatchShapes(num_pages=2000, page_tokens=32, max_rows=4, max_tokens=64, max_pages=4)
+    runner = ModelRunner(model, num_pages=0, page_tokens=32, mesh=make_mesh(1))
+    account = runner.memory(blank(64, shapes, nothing, decode=False), num_pages=2000)
+    assert account.in_place_bytes >= account.pools_bytes > 10 * account.workspace_bytes
 
 
 # -- pinned memory -------------------------------------------------------------------------------
