@@ -202,9 +202,10 @@ class Worker:
         shapes = self._shapes
         last = padded(min(max_turns or shapes.max_rows, shapes.max_rows), shapes.decode_sizes)
         jobs: list[Callable[[], None]] = []
-        if not shapes.batch_invariant:
-            decode = [size for size in shapes.decode_sizes if size <= last]
-            jobs += [partial(self._compile_batch, size, choices, decode=True) for size in decode]
+        decode_sizes = [size for size in shapes.decode_sizes if size <= last]
+        if shapes.batch_invariant:
+            decode_sizes = shapes.prefill_sizes
+        jobs += [partial(self._compile_batch, size, choices, decode=True) for size in decode_sizes]
         for size in shapes.prefill_sizes:  # as many tokens are chosen, whatever the size
             ways = choices if size == shapes.prefill_sizes[0] else choices[:1]
             jobs.append(partial(self._compile_batch, size, ways, decode=False))

@@ -61,6 +61,14 @@ def test_what_was_not_asked_for_is_counted():
         assert engine.num_compilations > 0
 
 
+@pytest.mark.parametrize("step_tokens", [4, 48])
+def test_one_shape_for_all_batches(step_tokens):
+    with small_engine(paranoid=False, batch_invariant=True, step_tokens=step_tokens) as engine:
+        warm_up(engine, SamplingParams())
+        engine.generate([ids(30), ids(7), ids(1)], SamplingParams(max_tokens=6))
+        assert engine.num_compilations == 0
+
+
 def test_conversations_outlast_it():
     with small_engine() as engine:
         chat = Chat(engine)
