@@ -25,6 +25,8 @@ class CacheCounters:
     chunks_swapped_out: int = 0
     chunks_warmed: int = 0
     """Chunks whose swap-in began since their conversation's next turn was said to be near."""
+    chunks_copied: int = 0
+    """Chunks of which a fork got a copy of its own, from page to page of the device."""
     chunks_dropped: int = 0
     """Chunks that left the last tier they were in for want of room, or since they are cheap to recompute."""
     pages_reclaimed: int = 0

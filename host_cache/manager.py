@@ -4,6 +4,7 @@ It holds books only; bytes are moved by `host_cache.transfer` as the plans say. 
 thread, between steps. Each is all or nothing.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -96,10 +97,14 @@ class CacheManager:
         """Keep only the first `num_tokens` tokens of a conversation that is not running."""
         self._cut(self._idle(conversation_id), num_tokens)
 
-    def fork(self, source_id: str, new_id: str, num_tokens: int, now: float) -> None:
+    def fork(self, source_id: str, new_id: str, num_tokens: int, now: float) -> tuple[int, int] | None:
         """Let a new conversation share the source's full chunks among its first `num_tokens` tokens.
 
-        A chunk that is only partly within them is not shared: the fork computes those few tokens again.
+        A chunk that is only partly within them is not shared. If it is on the device and a page is free, the
+        fork gets a copy; else it computes those few tokens again.
+
+        Returns:
+            (device page, device page to copy it to), at once, before any other step; None: nothing to copy.
         """
         source = self._conversations[source_id]
         new = CachedConversation(new_id, source.tenant, now, time_to_live_s=source.time_to_live_s)
@@ -110,10 +115,32 @@ class CacheManager:
                 self._ledger.share(chunk, new)
             new.chunks.append(chunk if whole else NONE)
         new.keys = source.keys.first(full)
+        page_copy = self._copy_part(source, new, num_tokens)
         self._strip(new)
         self._conversations[new_id] = new
         self._enter(new)
         self._expiry.watch(new)
+        return page_copy
+
+    def _copy_part(
+        self, source: CachedConversation, new: CachedConversation, num_tokens: int
+    ) -> tuple[int, int] | None:
+        """Give a fork of `num_tokens` tokens its own copy of its last chunk, if that isn't shared."""
+        ledger, index = self._ledger, self.config.pages_for(num_tokens) - 1
+        if not 0 <= index < len(source.chunks) or ledger.num_free_device == 0:
+            return None
+        chunk = source.chunks[index]
+        if chunk == NONE or chunk in new.chunks or ledger.flags[chunk] & (DEVICE | LOADING) != DEVICE:
+            return None
+        filled = min(num_tokens - index * self.config.page_tokens, ledger.filled[chunk])
+        if filled == 0:
+            return None
+        copy = ledger.new_chunk(new, index)
+        ledger.fill(copy, filled)
+        ledger.unpin(np.array([copy]), new)
+        new.chunks[index:] = array("i", [copy])
+        self._counters.chunks_copied += 1
+        return ledger.device_page[chunk], ledger.device_page[copy]
 
     def clear(self) -> None:
         """Drop everything cached, as after a change of weights. No conversation may be running."""

@@ -212,8 +212,7 @@ class Engine:
             InvalidArgumentError: it has fewer turns, or the new id is taken.
         """
         source, new = self._conversations.fork(conversation_id, new_id, num_turns)
-        self._turns.open_in_cache(source)
-        self._turns.cache.fork(source.id, new.id, len(new.tokens), self._clock())
+        self._turns.fork_in_cache(source, new)
         self._turns.hints.copy(source.id, new.id, self._turns.cache, self._clock())
         return Conversation(self, new.id)
 

@@ -149,6 +149,17 @@ class TurnLoop:
         """Let the cache know a conversation, if it doesn't."""
         self.cache.open(state.id, self._clock(), tenant=state.tenant)
 
+    def fork_in_cache(self, source: ConversationState, new: ConversationState) -> None:
+        """Let a fork of a conversation share what the cache has of it, and copy what can't be shared."""
+        self.open_in_cache(source)
+        page_copy = self.cache.fork(source.id, new.id, len(new.tokens), self._clock())
+        if page_copy is not None:
+            try:
+                self.parts.worker.copy_page(*page_copy)
+            except Exception as error:
+                logger.exception("a page can't be copied")
+                self._recover(error)
+
     def warm(self, state: ConversationState) -> int:
         """An idle conversation's next turn is near: the next step loads what the host has of it.
 

@@ -81,6 +81,10 @@ class ModelRunner:
         self._sample = jax.jit(sample)
         self._scatter = jax.jit(self._scatter_step, donate_argnames="kv")
         self._gather = jax.jit(lambda pools, pages: [gather_pages(pool, pages) for pool in pools])
+        self._copy = jax.jit(
+            lambda pools, source, target: [pool.at[target].set(pool[source]) for pool in pools],
+            donate_argnums=0,
+        )
         self._fill = jax.jit(
             lambda pools, pages, value: [pool.at[pages].set(value, mode="drop") for pool in pools],
             donate_argnums=0,
@@ -193,6 +197,10 @@ class ModelRunner:
     def gather(self, pages: np.ndarray) -> list[jax.Array]:
         """Copy pages out of the pool, per layer [n, *page]; the pool's size in `pages` gives zeros."""
         return self._gather(self._pools, pages)
+
+    def copy_page(self, source: np.int32, target: np.int32) -> None:
+        """Copy a page of the pool to another, in all layers."""
+        self._pools = self._copy(self._pools, source, target)
 
     def fill(self, pages: np.ndarray, value: float | jax.Array) -> None:
         """Overwrite pages in all layers with a number or a page [2, kv_heads, page_tokens, head_dim]."""

@@ -177,6 +177,14 @@ class Worker:
             self._mover.ended(wait=True)
             self._mover.close()
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a device page to another in all layers, behind the steps that were dispatched.
+
+        Raises:
+            Exception: whatever the device raised; the pool is lost then and `reset` has to be called.
+        """
+        self._runner.copy_page(np.int32(source), np.int32(target))
+
     def poison(self, pages: Sequence[int]) -> None:
         """Fill device pages with NaN: whoever reads them from now on gives himself away."""
         if pages:
@@ -209,6 +217,7 @@ class Worker:
         for size in shapes.prefill_sizes:  # as many tokens are chosen, whatever the size
             ways = choices if size == shapes.prefill_sizes[0] else choices[:1]
             jobs.append(partial(self._compile_batch, size, ways, decode=False))
+        jobs.append(partial(self.copy_page, 0, 0))
         if self._mover is not None:
             jobs += [partial(self._compile_copies, size) for size in shapes.page_sizes]
         for done, job in enumerate(jobs):

@@ -44,10 +44,12 @@ def test_nothing_compiles_while_serving(execution, run_ahead, num_shards):
         turns.append(engine.submit(engine.conversation(conversation).id, ids(rng.randint(1, 40), n), params))
         for _ in range(rng.randint(0, 6)):
             engine.step()
+        if n % 10 == 9:
+            engine.fork(conversation)
     assert [turn.result() for turn in turns]
     engine.settle()
     counters = engine.counters
-    assert min(counters.chunks_swapped_in, counters.chunks_swapped_out) > 0
+    assert min(counters.chunks_swapped_in, counters.chunks_swapped_out, counters.chunks_copied) > 0
     assert engine.num_compilations == 0
     engine.close()
 

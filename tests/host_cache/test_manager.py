@@ -218,14 +218,44 @@ def test_the_host_keeps_what_is_worth_more():
 def test_forks_share_full_chunks_and_write_their_own():
     cache = Cache(8)
     cache.turn("a", 10)
-    cache.manager.fork("a", "b", 10, 9.0)
+    source, target = cache.manager.fork("a", "b", 10, 9.0)
+    assert source != target
+    assert cache.manager.counters.chunks_copied == 1
     assert cache.manager.num_available == 8
     plan = cache.turn("b", 14, history=10)
-    assert plan.tokens_from_device == 8
-    assert plan.missing == ((8, 14),)
+    assert plan.tokens_from_device == 10
+    assert plan.missing == ((10, 14),)
     cache.manager.forget("a")
     cache.check()
     assert cache.turn("b", 16, history=14).tokens_from_device == 14
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens"), [("in the host", 10), ("loading", 10), ("cut", 8), ("no page free", 10)]
+)
+def test_a_fork_copies_only_what_is_on_the_device_to_a_free_page(source, tokens):
+    cache = Cache(3 if source == "no page free" else 8, host_pages=8)
+    cache.turn("a", 10)
+    if source in ("in the host", "loading"):
+        cache.turn("b", 32)
+        cache.manager.forget("b")
+    if source == "loading":
+        cache.manager.warm("a")
+        copies = cache.manager.take_swap_ins(cache.now)
+    assert cache.manager.fork("a", "c", tokens, 90.0) is None
+    cache.check()
+    if source == "loading":
+        cache.manager.swap_ins_ended(copies, ok=True)
+    assert cache.manager.counters.chunks_copied == 0
+
+
+def test_a_copied_chunk_is_the_forks_own():
+    cache = Cache(8)
+    cache.turn("a", 10)
+    assert cache.manager.fork("a", "b", 9, 9.0)
+    cache.manager.truncate("a", 0)
+    assert cache.turn("b", 12, history=9).missing == ((9, 12),)
+    assert cache.turn("a", 3, history=3).tokens_from_device == 0
 
 
 def test_rewind_into_a_shared_chunk_leaves_the_other_whole():

@@ -218,7 +218,11 @@ class ManagerMachine(RuleBasedStateMachine):
         source = self.choose(data, self.tokens)
         name = f"c{next(self.fresh)}"
         self.tokens[name] = self.tokens[source][: int(share * len(self.tokens[source]))]
-        self.manager.fork(source, name, len(self.tokens[name]), self.tick())
+        page_copy = self.manager.fork(source, name, len(self.tokens[name]), self.tick())
+        if page_copy is not None:
+            assert not self.manager.take_swap_outs(), "else they would have to be read first"
+            for slot in range(SIZE):
+                self.device[page_copy[1], slot] = self.device.get((page_copy[0], slot))
 
     @precondition(lambda self: self.idle)
     @rule(data=st.data(), share=st.floats(0, 1))
