@@ -27,7 +27,9 @@ from flax import nnx  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
+from jax_triton import triton_lib  # noqa: E402  # pyright: ignore[reportMissingImports]
 
+import pallas_kernels.kv_write.api  # noqa: E402
 import pallas_kernels.multi_token_attention.api  # noqa: E402
 import pallas_kernels.norm.api  # noqa: E402
 import pallas_kernels.skinny_matmul.api  # noqa: E402
@@ -45,6 +47,8 @@ for api in (
     pallas_kernels.skinny_matmul.api,
 ):
     api.runs_here = lambda _: True  # what is compiled for is not the default device
+pallas_kernels.kv_write.api.triton_runs_here = lambda: True
+triton_lib.triton_kernel_call_lib.get_compute_capability = lambda device: 90
 
 LAYERS, PAGE_TOKENS = 2, 32
 GREEDY = SampleRequest(
@@ -134,7 +138,7 @@ def main() -> None:
                     "in_place_bytes": memory.alias_size_in_bytes,
                     "temp_bytes": memory.temp_size_in_bytes,
                     "launches": len(launches),
-                    "kernels": len(re.findall(r"custom_call_target=\"mosaic_gpu", entry)),
+                    "kernels": len(re.findall(r"custom_call_target=\"(?:mosaic_gpu|triton_kernel)", entry)),
                 }
             ),
             flush=True,
