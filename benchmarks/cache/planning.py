@@ -1,9 +1,10 @@
 """Cost of planning a step with many conversations known, on one core.
 
     python benchmarks/cache/planning.py --out benchmarks/results/cache-cpu.jsonl
+    python benchmarks/cache/planning.py --growth --out benchmarks/results/cache-cpu.jsonl
 
-A world of conversations with chunks in both tiers, full to the brim, so that every page that is needed is
-evicted from somebody; 512 turns decode, and each that ends is followed by the next turn of an idle
+The second compares 100,000, 1,000,000 and 10,000,000 chunks at equal load and takes some ten minutes. A world of conversations with chunks in both tiers, full to the brim, so that every page that is needed is
+evicted from somebody; 512 turns (with `--growth` 256) decode, and each that ends is followed by the next turn of an idle
 conversation. Timed is what `Scheduler.schedule` takes, by the clock and in time of its thread, which other
 processes on the machine disturb less. Nothing computes: the plan's result is made up.
 """
@@ -31,6 +32,10 @@ from pensieve_jax.scheduler.request import Request
 from pensieve_jax.scheduler.scheduler import Scheduler, SchedulerConfig
 
 RUNNING = 512
+"""Turns that run at once where the planning of a step has its bars."""
+GROWTH = {100_000: 2_000, 1_000_000: 20_000, 10_000_000: 200_000}
+"""Chunks -> conversations. With 256 turns running even the smallest world has a place for each."""
+GROWTH_RUNNING = 256
 PAGE_TOKENS = 32
 TOKEN = SampledToken(token_id=1)
 
@@ -46,7 +51,7 @@ class Took(NamedTuple):
 class World:
     """A scheduler and as many idle conversations as fill both tiers."""
 
-    def __init__(self, *, conversations: int, chunks: int, policy: str, seed: int) -> None:
+    def __init__(self, *, conversations: int, chunks: int, running: int, policy: str, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         each = chunks // conversations
         cost = analytic_cost(
@@ -61,7 +66,7 @@ class World:
         # A fifth of the chunks is on the device, the rest in the host.
         config = CacheConfig(device_pages=chunks // 5, host_pages=chunks - chunks // 5)
         self.cache = CacheManager(config, make_policy(policy, cost))
-        self.scheduler = Scheduler(self.cache, SchedulerConfig(step_tokens=2048, max_rows=RUNNING))
+        self.scheduler = Scheduler(self.cache, SchedulerConfig(step_tokens=2048, max_rows=running))
         self.now = 0.0
         self.num_requests = 0
         self.lengths = {}
@@ -72,7 +77,7 @@ class World:
             self.submit(name, tokens, output=1)
             while self.scheduler.has_work:
                 self.step()
-        for number in self.random.permutation(conversations)[:RUNNING]:
+        for number in self.random.permutation(conversations)[:running]:
             self.next_turn(f"c{number}")
         for _ in range(200):  # until all of them are in
             self.step()
@@ -117,11 +122,11 @@ class World:
         return took, len(plan.rows)
 
 
-def measure(conversations: int, chunks: int, policy: str, steps: int) -> dict[str, float]:
+def measure(conversations: int, chunks: int, running: int, policy: str, steps: int) -> dict[str, float]:
     """Seconds of planning and bytes a chunk."""
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    world = World(conversations=conversations, chunks=chunks, policy=policy, seed=0)
+    world = World(conversations=conversations, chunks=chunks, running=running, policy=policy, seed=0)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     held = world.cache.num_chunks
     gc.collect()
@@ -136,7 +141,7 @@ def measure(conversations: int, chunks: int, policy: str, steps: int) -> dict[st
         took.append(seconds)
         rows.append(count)
         busy = {r.conversation_id for r in world.requests.values()}
-        while len(busy) < RUNNING:
+        while len(busy) < running:
             name = f"c{int(world.random.integers(conversations))}"
             if name not in busy:
                 world.next_turn(name)
@@ -155,38 +160,54 @@ def measure(conversations: int, chunks: int, policy: str, steps: int) -> dict[st
     }
 
 
+def records_of(result: dict[str, float], case: str, shapes: dict[str, float], *, barred: bool) -> list[dict]:
+    """Lines for the results file; with bars where the world has the size that they are for."""
+    bars = {
+        "median_ms": 2.0,
+        "p99_ms": 6.0,
+        "cpu_median_ms": 2.0,
+        "cpu_p99_ms": 6.0,
+        "bytes_per_chunk": 200.0,
+    }
+    return [
+        record(
+            bench="cache",
+            case=case,
+            metric=f"plan_{name}" if name.endswith("ms") else name,
+            value=result[name],
+            unit="ms" if name.endswith("ms") else "bytes",
+            ceiling=bar if barred else None,
+            ratio=bar / result[name] if barred else None,
+            shapes=shapes,
+        )
+        for name, bar in bars.items()
+    ]
+
+
 def main() -> None:
-    """Measure and print; append to a results file if one is given."""
+    """Measure and print; put the results into a file if one is given."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON lines file to put the results into")
+    parser.add_argument("--growth", action="store_true", help="with more and more chunks at equal load")
     parser.add_argument("--conversations", type=int, default=20_000)
     parser.add_argument("--chunks", type=int, default=1_000_000)
+    parser.add_argument("--running", type=int, default=RUNNING)
     parser.add_argument("--policy", default="retention-value")
     parser.add_argument("--steps", type=int, default=2_000)
     args = parser.parse_args()
-    if args.conversations < 2 * RUNNING:
-        parser.error(f"--conversations: got {args.conversations}, expected at least {2 * RUNNING}")
-    result = measure(args.conversations, args.chunks, args.policy, args.steps)
-    case = f"plan_{args.conversations}x{args.chunks}_{RUNNING}running_{args.policy}"
-    print(case, {name: round(value, 3) for name, value in result.items()})
-    if args.out:
-        shapes = {"conversations": args.conversations, "chunks": result["chunks"], "running": RUNNING}
-        bars = {"median_ms": 2.0, "p99_ms": 6.0, "bytes_per_chunk": 200.0}
-        bars |= {"cpu_median_ms": 2.0, "cpu_p99_ms": 6.0}
-        records = [
-            record(
-                bench="cache",
-                case=case,
-                metric=f"plan_{name}" if name.endswith("ms") else name,
-                value=result[name],
-                unit="ms" if name.endswith("ms") else "bytes",
-                ceiling=bar,
-                ratio=bar / result[name],
-                shapes=shapes,
-            )
-            for name, bar in bars.items()
-        ]
-        replace_records(args.out, records)
+    worlds = [(args.chunks, args.conversations, args.running)]
+    if args.growth:
+        worlds = [(chunks, conversations, GROWTH_RUNNING) for chunks, conversations in GROWTH.items()]
+    elif args.conversations < 2 * args.running:
+        parser.error(f"--conversations: got {args.conversations}, expected at least {2 * args.running}")
+    for chunks, conversations, running in worlds:
+        result = measure(conversations, chunks, running, args.policy, args.steps)
+        case = f"plan_{conversations}x{chunks}_{running}running_{args.policy}"
+        print(case, {name: round(value, 3) for name, value in result.items()}, flush=True)
+        if args.out:
+            shapes = {"conversations": conversations, "chunks": result["chunks"], "running": running}
+            barred = (chunks, running) == (1_000_000, RUNNING)
+            replace_records(args.out, records_of(result, case, shapes, barred=barred))
 
 
 if __name__ == "__main__":
