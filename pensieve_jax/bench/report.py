@@ -120,9 +120,9 @@ def records(
         yield record(
             case=named(case.name),
             metric="time",
-            value=round(result.seconds * 1e3, 3),
+            value=round(result.seconds * 1e3, 5),
             unit="ms",
-            ceiling=round(seconds * 1e3, 3),
+            ceiling=round(seconds * 1e3, 5),
             ratio=round(seconds / result.seconds, 4),
             shapes=shapes,
             **common,
