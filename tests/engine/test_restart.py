@@ -143,7 +143,7 @@ def kill(process):
 def assert_goes_on(path, turns):
     """A new process has exactly these turns, and the next one equals that of a fresh computation."""
     tokens = [token for given, output in turns for token in (*given, *output)]
-    with small_engine(log_path=path) as engine:
+    with small_engine(log_path=path, device_pages=16) as engine:  # room for one turn more
         assert engine.num_turns("chat") == len(turns)
         assert engine.token_ids("chat").tolist() == tokens
         result = Chat(engine, "chat", tokens=tokens).turn([7, 8, 9])
