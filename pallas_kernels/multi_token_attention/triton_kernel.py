@@ -74,6 +74,57 @@ def _over_keys(
 
 
 @triton.jit
+def _attend(
+    queries,
+    positions,
+    keys_of_head,
+    table,
+    begin,
+    full,  # keys from here on need a mask
+    end,
+    num_kv_heads: tl.constexpr,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_dim: tl.constexpr,
+    block_kv: tl.constexpr,
+    scale: tl.constexpr,
+    window: tl.constexpr,
+    soft_cap: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Attention over keys begin .. end - 1: the output, and the peak and total of its weights."""
+    lines: tl.constexpr = queries.shape[0]
+    state = (
+        tl.zeros((lines, block_dim), tl.float32),
+        tl.full((lines,), NEVER, tl.float32),
+        tl.zeros((lines,), tl.float32),
+    )
+    for masked in tl.static_range(0, 2):
+        state = _over_keys(
+            state,
+            queries,
+            positions,
+            keys_of_head,
+            table,
+            full if masked else begin,
+            end if masked else full,
+            end,
+            masked,
+            num_kv_heads,
+            page_size,
+            head_dim,
+            block_dim,
+            block_kv,
+            scale,
+            window,
+            soft_cap,
+            precision,
+        )
+    acc, peak, total = state
+    return acc / tl.where(total == 0, 1.0, total)[:, None], peak, total
+
+
+@triton.jit
 def wide_kernel(
     q,
     kv,
@@ -138,34 +189,24 @@ def wide_kernel(
             full = begin
         keys_of_head = kv + kv_head * (page_size * head_dim)
         table = page_table + row.to(tl.int64) * max_pages
-        state = (
-            tl.zeros((lines, block_dim), tl.float32),
-            tl.full((lines,), NEVER, tl.float32),
-            tl.zeros((lines,), tl.float32),
+        result, _, _ = _attend(
+            queries,
+            positions,
+            keys_of_head,
+            table,
+            begin,
+            full,
+            kv_end,
+            num_kv_heads,
+            page_size,
+            head_dim,
+            block_dim,
+            block_kv,
+            scale,
+            window,
+            soft_cap,
+            precision,
         )
-        for masked in tl.static_range(0, 2):
-            state = _over_keys(
-                state,
-                queries,
-                positions,
-                keys_of_head,
-                table,
-                full if masked else begin,
-                kv_end if masked else full,
-                kv_end,
-                masked,
-                num_kv_heads,
-                page_size,
-                head_dim,
-                block_dim,
-                block_kv,
-                scale,
-                window,
-                soft_cap,
-                precision,
-            )
-        acc, _, total = state
-        result = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out + places, result.to(out.dtype.element_ty), mask=exists)
 
 
@@ -229,34 +270,24 @@ def narrow_kernel(
         keys_of_head = kv + kv_head * (page_size * head_dim)
         table = page_table + row.to(tl.int64) * max_pages
         positions = tl.full((lines,), 0, tl.int32) + kv_len - 1
-        state = (
-            tl.zeros((lines, block_dim), tl.float32),
-            tl.full((lines,), NEVER, tl.float32),
-            tl.zeros((lines,), tl.float32),
+        result, peak, total = _attend(
+            queries,
+            positions,
+            keys_of_head,
+            table,
+            begin,
+            full,
+            end,
+            num_kv_heads,
+            page_size,
+            head_dim,
+            block_dim,
+            block_kv,
+            scale,
+            window,
+            soft_cap,
+            precision,
         )
-        for masked in tl.static_range(0, 2):
-            state = _over_keys(
-                state,
-                queries,
-                positions,
-                keys_of_head,
-                table,
-                full if masked else begin,
-                end if masked else full,
-                end,
-                masked,
-                num_kv_heads,
-                page_size,
-                head_dim,
-                block_dim,
-                block_kv,
-                scale,
-                window,
-                soft_cap,
-                precision,
-            )
-        acc, peak, total = state
-        result = acc / tl.where(total == 0, 1.0, total)[:, None]
         if splits == 1:
             tl.store(out + places, result.to(out.dtype.element_ty), mask=exists)
         else:

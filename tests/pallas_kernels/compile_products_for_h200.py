@@ -1,35 +1,19 @@
-"""Compile the products of a decode step for an H200 without one: python compile_products_for_h200.py PARTS
+"""Compile a decode step's products for an H200 without one.
 
-PARTS is a folder made from requirements/aot.txt. Prints a line of JSON for each case: spilled bytes and the
-program's memory. A process of its own, as `compile_for_h200.py`.
+`python -m tests.pallas_kernels.compile_products_for_h200 PARTS` prints a line of JSON for each case:
+spilled bytes and the program's memory.
 """
 
+from tests.pallas_kernels import for_h200
+
+# isort: split
 import json
-import os
-import re
-import sys
-import tempfile
-from pathlib import Path
 
-PARTS = sys.argv[1]
-DUMP = tempfile.mkdtemp()
-os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes from a cache leaves no report
-    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={PARTS}/nvidia/cu13",
-    "MOSAIC_GPU_DUMP_TO": DUMP,
-    "MOSAIC_GPU_DUMP_PTXAS": "1",
-}
-sys.path[:0] = [str(Path(__file__).parents[2])]
-sys.path.append(PARTS)
+import jax
+import jax.numpy as jnp
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import SingleDeviceSharding  # noqa: E402
-
-from pallas_kernels.norm.mosaic import norm_mosaic  # noqa: E402
-from pallas_kernels.skinny_matmul import products  # noqa: E402
+from pallas_kernels.norm.mosaic import norm_mosaic
+from pallas_kernels.skinny_matmul import products
 
 CASES = {
     "qkv": (64, [5120, 1280, 1280], 5120, {}),
@@ -44,21 +28,12 @@ CASES = {
 
 
 def main() -> None:
-    target = (Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc("h200", platform="cuda", target_config=target, topology="1x1x1")
-    place = SingleDeviceSharding(topology.devices[0])
-
     def abstract(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+        return for_h200.abstract(shape, jnp.bfloat16)
 
     def report(name, function, *args):
-        for old in Path(DUMP).iterdir():
-            old.unlink()
-        memory = jax.jit(function).lower(*args).compile().memory_analysis()
-        reports = "".join(path.read_text() for path in sorted(Path(DUMP).glob("*.ptxas")))
-        spilled = [int(x) for x in re.findall(r"stack frame, (\d+) bytes spill stores", reports)]
-        result = {"case": name, "spilled_bytes": spilled, "serialized": "serialized" in reports}
-        print(json.dumps(result | {"temp_bytes": memory.temp_size_in_bytes}), flush=True)
+        result = for_h200.mosaic_report(jax.jit(function).lower(*args))
+        print(json.dumps({"case": name} | result), flush=True)
 
     for name, (tokens, sizes, contracted, options) in CASES.items():
         biases = [abstract(n) for n in sizes] if options.pop("biases", False) else []

@@ -1,48 +1,34 @@
-"""Compile the Triton kernels for a GPU that isn't there: python compile_triton.py PARTS CAPABILITY CASE...
+"""Compile the Triton kernels for a GPU that isn't there.
 
-PARTS is the folder that `make compiler` makes. Prints a line of JSON for each case: spilled bytes and shared
-memory of each kernel, and the program's memory (for an H200, the one target that XLA is told about here). A
-process of its own, since the compiler's plugin and the settings must be there before JAX starts.
+`python -m tests.pallas_kernels.compile_triton PARTS CAPABILITY CASE...` prints a line of JSON for each case:
+spilled bytes and shared memory of each kernel, and the program's memory (for an H200, the one target that XLA
+is told about here).
 """
 
+from tests.pallas_kernels.for_h200 import DUMP, PARTS, abstract
+
+# isort: split
 import functools
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-PARTS, CAPABILITY, *CASES = sys.argv[1:]
-DUMP = Path(tempfile.mkdtemp())
-os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_COMPILATION_CACHE": "false",
-    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={PARTS}/nvidia/cu13",
-    "JAX_TRITON_DUMP_DIR": str(DUMP),
-}
-sys.path[:0] = [str(Path(__file__).parents[2])]
-sys.path.append(PARTS)
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import SingleDeviceSharding  # noqa: E402
+from pallas_kernels.kv_write import Rotary
+from pallas_kernels.kv_write.triton import rotate_and_write_triton
+from pallas_kernels.multi_token_attention import plan_attention, tile_tokens
+from pallas_kernels.multi_token_attention.triton import attention_triton
+from pallas_kernels.page_move.triton import copy_pages_triton
 
-from pallas_kernels.kv_write import Rotary  # noqa: E402
-from pallas_kernels.kv_write.triton import rotate_and_write_triton  # noqa: E402
-from pallas_kernels.multi_token_attention import plan_attention, tile_tokens  # noqa: E402
-from pallas_kernels.multi_token_attention.triton import attention_triton  # noqa: E402
-from pallas_kernels.page_move.triton import copy_pages_triton  # noqa: E402
-
+CAPABILITY, CASES = sys.argv[2], sys.argv[3:]
 NUM_PAGES = 2**31 // (2 * 10 * 32 * 128) + 1  # more than 2**31 numbers
 PAGE = (2, 10, 32, 128)
 
-target = (Path(__file__).parent / "h200.txtpb").read_text()
-topology = topologies.get_topology_desc("h200", platform="cuda", target_config=target, topology="1x1x1")
-abstract = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(topology.devices[0]))
 compile_for = {"compute_capability": int(CAPABILITY)}
 
 

@@ -1,4 +1,4 @@
-"""Run the Triton kernels in Triton's interpreter: python interpret_triton.py PARTS
+"""Run the Triton kernels in Triton's interpreter: python -m tests.pallas_kernels.interpret_triton PARTS
 
 PARTS is the folder that `make compiler` makes. Prints a line of JSON for each case: the relative error
 against the reference. A process of its own, since the setting must be there before the kernels are defined.
@@ -9,16 +9,14 @@ import functools
 import json
 import os
 import sys
-from pathlib import Path
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "1"}
-sys.path[:0] = [str(Path(__file__).parents[2])]
 sys.path.append(sys.argv[1])
 
-import numpy as np  # noqa: E402
-import triton.runtime.interpreter as interpreter  # noqa: E402
+import numpy as np
+import triton.runtime.interpreter as interpreter
 
-from pallas_kernels import triton_support  # noqa: E402
+from pallas_kernels import triton_support
 
 
 @dataclasses.dataclass

@@ -1,13 +1,9 @@
 """The Hopper kernel compiled ahead of time for an H200, on a machine without a GPU."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from pallas_kernels.multi_token_attention.shapes import SHAPES
+from tests.programs import lines_of
 
 CASES = [*SHAPES, "d64_odd_group", "page_16", "page_64", "page_128"]
 COMMON = [
@@ -25,14 +21,9 @@ SPILLED_BYTES = 256
     "cases", [COMMON, pytest.param([name for name in CASES if name not in COMMON], marks=pytest.mark.slow)]
 )
 def test_compiles_within_the_limits(cases, compilers):
-    script = Path(__file__).parent / "compile_for_h200.py"
-    done = subprocess.run(
-        [sys.executable, script, compilers, *cases], capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [result["case"] for result in results] == cases
-    for result in results:
+    results = lines_of("pallas_kernels/compile_for_h200", compilers, *cases)
+    assert list(results) == cases
+    for result in results.values():
         # Shared memory over the limit would have been refused.
         assert len(result["spilled_bytes"]) == 1 and max(result["spilled_bytes"]) <= SPILLED_BYTES, result
         assert not result["serialized"], result

@@ -1,16 +1,12 @@
 """The Triton kernels on a machine without a GPU: interpreted, and compiled ahead of time."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from pallas_kernels.errors import UnsupportedInputError
 from pallas_kernels.multi_token_attention import multi_token_attention
 from tests.pallas_kernels.ragged import ragged_batch
+from tests.programs import lines_of
 
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes a block may have, by compute capability (CUDA programming guide, technical specifications)."""
@@ -22,15 +18,8 @@ COMMON = ["decode", "mixed", "kv_write", "kv_write_norm", "copy_pages"]
 OTHERS = ["one_head_a_group", "window_d256", "cap_d80", "float32_d96"]
 
 
-def lines_of(script, *arguments):
-    command = [sys.executable, Path(__file__).parent / script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
-
-
 def test_interpreted_kernels_match_the_reference(compilers):
-    lines = lines_of("interpret_triton.py", compilers)
+    lines = lines_of("pallas_kernels/interpret_triton", compilers)
     assert len(lines) == 8
     for line in lines.values():
         assert line["error"] < 2e-3, line
@@ -46,7 +35,7 @@ def test_interpreted_kernels_match_the_reference(compilers):
     ],
 )
 def test_compiles_within_the_limits(capability, cases, compilers):
-    lines = lines_of("compile_triton.py", compilers, capability, *cases)
+    lines = lines_of("pallas_kernels/compile_triton", compilers, capability, *cases)
     assert list(lines) == cases
     for line in lines.values():
         assert line["kernels"], line

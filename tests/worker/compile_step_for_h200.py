@@ -1,45 +1,33 @@
-"""Compile whole steps for H200s without one: python compile_step_for_h200.py PARTS
+"""Compile whole steps for H200s without one: two layers of known dimensions, for one GPU and for two.
 
-PARTS is a folder made from requirements/aot.txt. Two layers of known dimensions, for one GPU and for two.
-Prints a line of JSON for each case: the pools' bytes, how many of them are written in place, temporary bytes,
-launches, and how many of these are ours. A process of its own, as tests/pallas_kernels/compile_for_h200.py.
+`python -m tests.worker.compile_step_for_h200 PARTS` prints a line of JSON for each case: the pools' bytes,
+how many of them are written in place, temporary bytes, launches, and how many of these are ours.
 """
 
+from tests.pallas_kernels.for_h200 import devices
+
+# isort: split
 import json
-import os
 import re
-import sys
-from pathlib import Path
 
-PARTS = sys.argv[1]
-os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_COMPILATION_CACHE": "false",
-    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={PARTS}/nvidia/cu13",
-}
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)]
-sys.path.append(PARTS)
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from flax import nnx  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-from jax_triton import triton_lib  # noqa: E402  # pyright: ignore[reportMissingImports]
-
-import pallas_kernels.kv_write.api  # noqa: E402
-import pallas_kernels.multi_token_attention.api  # noqa: E402
-import pallas_kernels.norm.api  # noqa: E402
-import pallas_kernels.skinny_matmul.api  # noqa: E402
-from pensieve_jax.core.plans import Row, SampleRequest  # noqa: E402
-from pensieve_jax.core.types import SamplingParams  # noqa: E402
-from pensieve_jax.models.families import abstract_model  # noqa: E402
-from pensieve_jax.models.presets import preset  # noqa: E402
-from pensieve_jax.parallel import TENSOR_AXIS, partition_specs  # noqa: E402
-from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, pack  # noqa: E402
-from pensieve_jax.worker.runner import KV_SPEC, ModelRunner  # noqa: E402
+import pallas_kernels.kv_write.api
+import pallas_kernels.multi_token_attention.api
+import pallas_kernels.norm.api
+import pallas_kernels.skinny_matmul.api
+from pensieve_jax.core.plans import Row, SampleRequest
+from pensieve_jax.core.types import SamplingParams
+from pensieve_jax.models.families import abstract_model
+from pensieve_jax.models.presets import preset
+from pensieve_jax.parallel import TENSOR_AXIS, partition_specs
+from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, pack
+from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
 
 for api in (
     pallas_kernels.multi_token_attention.api,
@@ -87,13 +75,9 @@ class AbstractRunner(ModelRunner):
 
 
 def main() -> None:
-    target = (ROOT / "tests" / "pallas_kernels" / "h200.txtpb").read_text()
     for case, (name, num_gpus, rows, tokens, context) in CASES.items():
-        topology = topologies.get_topology_desc(
-            "h200", platform="cuda", target_config=target, topology=f"1x1x{num_gpus}"
-        )
         pages = -(-context // PAGE_TOKENS)
-        runner = AbstractRunner(name, Mesh(np.array(topology.devices), (TENSOR_AXIS,)), rows * pages)
+        runner = AbstractRunner(name, Mesh(np.array(devices(num_gpus)), (TENSOR_AXIS,)), rows * pages)
         spec = runner.spec
         shapes = BatchShapes(
             num_pages=rows * pages,

@@ -1,24 +1,15 @@
 """Whole steps compiled ahead of time for H200s: pools in place, few launches, on one GPU and on two."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.programs import lines_of
 
 LAYERS = 2
 
 
 @pytest.fixture(scope="module")
 def compiled(compilers):
-    script = Path(__file__).parent / "compile_step_for_h200.py"
-    done = subprocess.run(
-        [sys.executable, script, compilers], capture_output=True, text=True, check=False, timeout=290
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["case"]: line for line in lines}
+    return lines_of("worker/compile_step_for_h200", compilers)
 
 
 def test_pools_are_written_in_place(compiled):
