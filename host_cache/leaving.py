@@ -124,7 +124,7 @@ class LeavingOrder:
         if chunk == NONE:
             return False
         flags = self._flags[chunk]
-        if flags & self._mask != self._wanted:
+        if flags & self._mask != self._wanted:  # as `can_leave`, without a call: it is asked most often
             return False
         return not flags & SHARED or self._ledger.owner(chunk) is conversation
 

@@ -127,12 +127,6 @@ class Ledger:
         """Whether its device page can be had at once."""
         return bool(_EVICTABLE[self.flags[chunk]])
 
-    def host_page_is_free_to_go(self, chunk: int) -> bool:
-        """Whether its host page can be had at once. A running conversation may be about to load what it has
-        only there."""
-        flags = self.flags[chunk]
-        return flags & (HOST | ARRIVING | LOADING) == HOST and flags & (PINNED | DEVICE) != PINNED
-
     def sharers(self, chunk: int) -> list[CachedConversation]:
         """The conversations it belongs to."""
         return self._sharers.get(chunk) or [self.owner(chunk)]

@@ -67,10 +67,28 @@ class CacheManager:
 
     # -- conversations ---------------------------------------------------------------------------
 
-    def open(self, conversation_id: str, now: float, *, tenant: str = DEFAULT_TENANT) -> None:
-        """Know a conversation, with nothing cached. Nothing changes if it is known."""
+    def open(
+        self,
+        conversation_id: str,
+        now: float,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        priority: float = 1.0,
+        time_to_live_s: float | None = None,
+    ) -> None:
+        """Know a conversation, with nothing cached. Nothing changes if it is known.
+
+        Args:
+            conversation_id: any.
+            now: the time.
+            tenant: whose it is; nothing is shared between tenants.
+            priority: see `set_priority`.
+            time_to_live_s: see `set_time_to_live`.
+        """
         if conversation_id not in self._conversations:
-            self._conversations[conversation_id] = CachedConversation(conversation_id, tenant, now)
+            self._conversations[conversation_id] = CachedConversation(
+                conversation_id, tenant, now, priority=priority, time_to_live_s=time_to_live_s
+            )
 
     def touch(self, conversation_id: str, now: float) -> None:
         """Note activity: its next turn has arrived and waits."""
@@ -107,7 +125,9 @@ class CacheManager:
             (device page, device page to copy it to), at once, before any other step; None: nothing to copy.
         """
         source = self._conversations[source_id]
-        new = CachedConversation(new_id, source.tenant, now, time_to_live_s=source.time_to_live_s)
+        new = CachedConversation(
+            new_id, source.tenant, now, priority=source.priority, time_to_live_s=source.time_to_live_s
+        )
         full = num_tokens // self.config.page_tokens
         for chunk in source.chunks[:full]:
             whole = chunk != NONE and self._ledger.filled[chunk] == self.config.page_tokens
@@ -147,30 +167,26 @@ class CacheManager:
         for conversation in list(self._conversations.values()):
             self._cut(self._idle(conversation.id), 0)
 
-    def set_priority(self, conversation_id: str, priority: float, now: float) -> None:
-        """Multiply what a conversation's chunks are worth. It becomes known if it isn't.
+    def set_priority(self, conversation_id: str, priority: float) -> None:
+        """Multiply what a known conversation's chunks are worth. Forks made later are worth as much.
 
         Args:
-            conversation_id: any conversation.
+            conversation_id: a known conversation.
             priority: above 0; 1 is usual.
-            now: the time.
         """
-        self.open(conversation_id, now)
         conversation = self._conversations[conversation_id]
         conversation.priority = priority
         if not conversation.running:
             self._enter(conversation)
 
-    def set_time_to_live(self, conversation_id: str, seconds: float | None, now: float) -> None:
-        """Drop a conversation's chunks after so much time without activity. It becomes known if it isn't.
-        Forks made later live as long.
+    def set_time_to_live(self, conversation_id: str, seconds: float | None) -> None:
+        """Drop a known conversation's chunks after so much time without activity. Forks made later live as
+        long.
 
         Args:
-            conversation_id: any conversation. While it runs, nothing of it is dropped.
+            conversation_id: a known conversation. While it runs, nothing of it is dropped.
             seconds: at least 0, counted from its last turn's arrival or end; None: no limit.
-            now: the time.
         """
-        self.open(conversation_id, now)
         conversation = self._conversations[conversation_id]
         conversation.time_to_live_s = seconds
         self._expiry.watch(conversation)

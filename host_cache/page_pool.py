@@ -47,10 +47,6 @@ class PagePool:
         else:
             self._free.append(page)
 
-    def is_free(self, page: int) -> bool:
-        """Whether the page may be handed out."""
-        return bool(self._is_free[page])
-
     def free_pages(self) -> tuple[int, ...]:
         """All free pages, for checks and for poisoning them in tests."""
         return tuple(self._free)

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from host_cache.config import CHUNK_TOKENS
 from pallas_kernels.kv_write import api as kv_write
@@ -56,7 +55,7 @@ def checkpoint_facts(path: Path, profile: Path | None = None) -> dict[str, str]:
         max_context_tokens=spec.max_context_tokens,
     )
     tiers = tier_sizes(spec, TierConfig(), device, 1)
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * np.dtype(spec.dtype).itemsize
+    token_bytes = described.shape.kv_bytes_per_token
     device_tokens = tiers.device_pages * tiers.page_tokens
     if device.platform != "cpu":  # there the pool takes its share of what the weights leave
         device_tokens -= int(described.size_bytes * DEVICE_MEMORY_SHARE / token_bytes)

@@ -79,9 +79,7 @@ class ModelChoice:
     @property
     def kv_bytes_per_token(self) -> int:
         """KV of one token over all layers, on one device."""
-        spec = self.spec
-        values = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-        return values * np.dtype(spec.dtype).itemsize // self.num_shards
+        return self.shape.kv_bytes_per_token
 
     @cached_property
     def tokenizer(self) -> Any | None:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.norm.xla import rms_norm_xla
+
 type Array = jax.Array | np.ndarray
 
 
@@ -42,9 +44,7 @@ class Rotary:
             The shape and dtype of `x`.
         """
         if norm is not None:
-            wide = x.astype(jnp.float32)
-            variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-            x = jnp.asarray(norm) * (wide * jax.lax.rsqrt(variance + self.epsilon)).astype(x.dtype)
+            x = rms_norm_xla(x, jnp.asarray(norm), epsilon=self.epsilon)
         half = self.cos.shape[-1]
         cos, sin = jnp.asarray(self.cos)[:, None], jnp.asarray(self.sin)[:, None]
         wide = x.astype(jnp.float32)

@@ -108,7 +108,6 @@ def rotate_and_write_kernel(
     # Where it goes.
     if is_q:
         out = q_out + line * head_dim
-        keep = real
         tl.store(out[:, None] + left[None, :], x1, mask=mask)
         tl.store(out[:, None] + (left + half)[None, :], x2, mask=mask)
         if block_rest > 0:

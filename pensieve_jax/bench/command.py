@@ -63,7 +63,7 @@ def bench_step(
     )
     if preset.scale > 1:
         console.print(f"sizes of the cases are divided by {preset.scale}", highlight=False)
-    console.print(results_table("", results))
+    console.print(results_table(results))
     if kernels is not None:
         console.print(kernels)
     if out is not None:

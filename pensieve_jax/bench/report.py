@@ -12,6 +12,8 @@ from pensieve_jax.records import record
 
 BARS_MODEL = "llama-2-13b-kv10"
 """The model of the project's bars: its cases have their plain names."""
+KERNELS_SHOWN = 12
+"""Of a traced step, those that take most time."""
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
 
@@ -48,9 +50,9 @@ def ceilings_line(bench: StepBench) -> str:
     return f"copy {rates.copy_bytes_per_s / 1e9:,.0f} GB/s, products {rates.matmul_flops / 1e12:,.1f} TFLOP/s"
 
 
-def results_table(title: str, results: list[StepTime]) -> Table:
+def results_table(results: list[StepTime]) -> Table:
     """A line for each case."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for name in ("case", "step", "beside it", "ratio", "more"):
         table.add_column(name, justify="left" if name in ("case", "more") else "right")
     for result in results:
@@ -60,14 +62,14 @@ def results_table(title: str, results: list[StepTime]) -> Table:
     return table
 
 
-def trace_table(case: str, trace: DeviceTrace, *, most: int = 12) -> Table:
+def trace_table(case: str, trace: DeviceTrace) -> Table:
     """The kernels of one traced step."""
     table = Table(
         title=f"{case}: the GPU was idle for {trace.idle_share:.1%} of the step", title_justify="left"
     )
     for name in ("kernel", "launches", "time", "each"):
         table.add_column(name, justify="left" if name == "kernel" else "right")
-    for kernel in trace.kernels[:most]:
+    for kernel in trace.kernels[:KERNELS_SHOWN]:
         each = f"{kernel.seconds / kernel.launches * 1e6:.1f} us"
         table.add_row(kernel.name[:60], str(kernel.launches), _ms(kernel.seconds), each)
     return table

@@ -22,8 +22,16 @@ from pensieve_jax.core.plans import Row, SampleRequest, StepPlan
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.models.presets import random_model
 from pensieve_jax.parallel import make_mesh
-from pensieve_jax.worker.batch import BatchArrays, BatchShapes, PreviousSamples, pack, planned_heads
-from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, sampling_arrays
+from pensieve_jax.worker.batch import (
+    BatchArrays,
+    BatchShapes,
+    PreviousSamples,
+    batch_sampling,
+    pack,
+    planned_heads,
+    query_block,
+)
+from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays
 from pensieve_jax.worker.worker import build_worker
 
 PAGE_TOKENS = 32
@@ -110,6 +118,7 @@ class StepBench:
             max_tokens=max(min(case.tokens, self.step_tokens) + case.prompt_tokens for case in self.cases),
             max_pages=max(needed + prompts),
             planned_heads=planned_heads(model.spec, num_shards),
+            block_q=query_block(model.spec),
         )
         self.worker = build_worker(
             model,
@@ -308,13 +317,8 @@ class StepBench:
     def _arrays(self, rows: Sequence[Row]) -> StepArrays:
         nothing = PreviousSamples(token_ids=np.zeros(self.shapes.max_samples, np.int32), places={})
         batch, samples = pack(rows, self.shapes, nothing)
-        sampling = sampling_arrays(
-            [request for _, request in samples],
-            padded_rows=len(batch.sample_tokens),
-            vocab_size=self.spec.vocab_size,
-            sources=np.asarray(batch.sources)[batch.sample_tokens],
-            previous=nothing.token_ids,
-        )
+        requests = [request for _, request in samples]
+        sampling = batch_sampling(batch, requests, vocab_size=self.spec.vocab_size)
         put = partial(jax.device_put, device=NamedSharding(self.mesh, P()))
         return jax.tree.map(put, batch), jax.tree.map(put, sampling)
 

@@ -14,7 +14,6 @@ from jax import lax
 COPY_BYTES = 2 << 30
 """Bytes of the arrays that are copied: many times the caches of a GPU."""
 MATMUL_SIZE = 8192
-HOST_BYTES = 1 << 30
 
 
 def seconds_each(

@@ -213,7 +213,6 @@ class Engine:
         """
         source, new = self._conversations.fork(conversation_id, new_id, num_turns)
         self._turns.fork_in_cache(source, new)
-        self._turns.hints.copy(source.id, new.id, self._turns.cache, self._clock())
         return Conversation(self, new.id)
 
     @between_steps
@@ -258,8 +257,8 @@ class Engine:
     def release(self, conversation_id: str) -> None:
         """Let a conversation's KV go; see `Conversation.release`."""
         self._check_open()
-        if self._conversations.get(conversation_id).busy:
-            raise ConversationBusyError(f"conversation {conversation_id!r} has an unfinished turn")
+        self._conversations.get(conversation_id)
+        self._conversations.check_idle(conversation_id)
         self._turns.cache.release(conversation_id)
 
     @between_steps
@@ -281,7 +280,7 @@ class Engine:
         """
         self._check_open()
         state = self._conversations.get(conversation_id)
-        self._turns.hints.change(state.id, self._turns.cache, self._clock(), **changes)
+        self._turns.set_hints(state, **changes)
 
     async def arun[T](self, function: Callable[[], T]) -> T:
         """For asyncio: run one of the engine's methods without letting the event loop wait for a step.
@@ -339,7 +338,7 @@ class Engine:
         if not state.busy:
             self._turns.start(state, turn, given, params)
         elif self.config.on_busy == "refuse":
-            raise ConversationBusyError(f"conversation {state.id!r} has an unfinished turn")
+            self._conversations.check_idle(state.id)
         else:
             state.queued.append((turn, given, params))
 
@@ -471,7 +470,7 @@ class Engine:
         Raises:
             ConversationBusyError: turns are unfinished.
         """
-        if self._turns.has_work:
+        if self._turns.has_turns:
             raise ConversationBusyError("drop_state: turns are unfinished")
         self._turns.settle()
         self._turns.cache.clear()

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from host_cache.manager import CacheManager
 from pensieve_jax.core.errors import InvalidArgumentError
 
 
@@ -41,36 +40,28 @@ class HintBook:
         """A conversation's hints."""
         return self._hints.get(conversation_id, Hints())
 
-    def change(self, conversation_id: str, cache: CacheManager, now: float, **changes: Any) -> None:
-        """Change some of a conversation's hints and let the cache know.
+    def change(self, conversation_id: str, **changes: Any) -> Hints:
+        """Change some of a conversation's hints.
+
+        Returns:
+            all of them.
 
         Raises:
             InvalidArgumentError: a value is out of range; nothing changed.
         """
         hints = self._hints[conversation_id] = replace(self.get(conversation_id), **changes)
-        _tell(cache, conversation_id, hints, now)
         if hints == Hints():
             del self._hints[conversation_id]
+        return hints
 
-    def copy(self, source_id: str, new_id: str, cache: CacheManager, now: float) -> None:
+    def copy(self, source_id: str, new_id: str) -> None:
         """A fork is worth what its source is."""
         if source_id in self._hints:
-            hints = self._hints[new_id] = self._hints[source_id]
-            _tell(cache, new_id, hints, now)
+            self._hints[new_id] = self._hints[source_id]
 
     def forget(self, conversation_id: str) -> None:
         """Forget a conversation's hints."""
         self._hints.pop(conversation_id, None)
-
-    def tell_all(self, cache: CacheManager, now: float) -> None:
-        """Let a new cache know all hints."""
-        for conversation_id, hints in self._hints.items():
-            _tell(cache, conversation_id, hints, now)
-
-
-def _tell(cache: CacheManager, conversation_id: str, hints: Hints, now: float) -> None:
-    cache.set_priority(conversation_id, hints.priority, now)
-    cache.set_time_to_live(conversation_id, hints.time_to_live_s, now)
 
 
 def _is_finite(value: object) -> bool:

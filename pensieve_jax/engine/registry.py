@@ -56,8 +56,7 @@ class ConversationRegistry:
             ConversationBusyError: it has one.
         """
         _check_known(conversation_id)
-        state = self._states.get(conversation_id)
-        if state is not None and state.busy:
+        if self.busy(conversation_id) is not None:
             raise ConversationBusyError(f"conversation {conversation_id!r} has an unfinished turn")
 
     def open(self, conversation_id: str | None, tenant: str | None = None) -> ConversationState:

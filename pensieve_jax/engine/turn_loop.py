@@ -146,11 +146,30 @@ class TurnLoop:
         self.compilations.count = 0
 
     def open_in_cache(self, state: ConversationState) -> None:
-        """Let the cache know a conversation, if it doesn't."""
-        self.cache.open(state.id, self._clock(), tenant=state.tenant)
+        """Let the cache know a conversation and what its caller has said of it, if it doesn't."""
+        hints = self.hints.get(state.id)
+        self.cache.open(
+            state.id,
+            self._clock(),
+            tenant=state.tenant,
+            priority=hints.priority,
+            time_to_live_s=hints.time_to_live_s,
+        )
+
+    def set_hints(self, state: ConversationState, **changes: Any) -> None:
+        """Change some of a conversation's hints, the fields of `Hints`.
+
+        Raises:
+            InvalidArgumentError: a value is out of range; nothing changed.
+        """
+        hints = self.hints.change(state.id, **changes)
+        self.open_in_cache(state)
+        self.cache.set_priority(state.id, hints.priority)
+        self.cache.set_time_to_live(state.id, hints.time_to_live_s)
 
     def fork_in_cache(self, source: ConversationState, new: ConversationState) -> None:
         """Let a fork of a conversation share what the cache has of it, and copy what can't be shared."""
+        self.hints.copy(source.id, new.id)
         self.open_in_cache(source)
         page_copy = self.cache.fork(source.id, new.id, len(new.tokens), self._clock())
         if page_copy is not None:
@@ -281,7 +300,6 @@ class TurnLoop:
         self._counters_before = self.counters
         self._suspensions_before = self.num_suspensions
         self._start_cache()
-        self.hints.tell_all(self.cache, self._clock())
 
     def _start_cache(self) -> None:
         parts = self.parts

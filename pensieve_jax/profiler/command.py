@@ -78,7 +78,12 @@ def _model(
     checkpoint: Path | None, dimensions: str | None, dtype: str | None, num_shards: int, seed: int
 ) -> ServableModel:
     if dimensions is not None:
-        return random_model(dimensions, dtype=resolve_dtype(dtype, np.dtype(ml_dtypes.bfloat16)), seed=seed)
+        return random_model(
+            dimensions,
+            dtype=resolve_dtype(dtype, np.dtype(ml_dtypes.bfloat16)),
+            seed=seed,
+            mesh=make_mesh(num_shards),
+        )
     path = checkpoint or DEFAULT_FOLDER / SMOLLM2.path
     if checkpoint is None and not path.is_file():
         raise InvalidArgumentError(

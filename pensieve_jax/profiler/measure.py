@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -100,7 +101,7 @@ def measure_profile(
     spec, mesh = model.spec, make_mesh(num_shards)
     device = mesh.devices.flat[0]
     limit = min(config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens)
-    cost_rows, num_pages = _fit(model, config, limit, num_shards)
+    cost_rows, num_pages = _fit(model, config, limit, num_shards, device)
     tokens = _token_counts(config)
     shapes = BatchShapes(
         num_pages=num_pages,
@@ -170,9 +171,10 @@ def _times(steps: Mapping[str, Dispatch], rounds: int, progress: Progress | None
     return times
 
 
-def _fit(model: ServableModel, config: ProfileConfig, limit: int, num_shards: int) -> tuple[int, int]:
+def _fit(
+    model: ServableModel, config: ProfileConfig, limit: int, num_shards: int, device: Any
+) -> tuple[int, int]:
     """Rows of a chunk that run together, and pages of the pool."""
-    device = make_mesh(num_shards).devices.flat[0]
     room = tier_sizes(model.spec, TierConfig(host_pages=0), device, num_shards).device_pages
     row_pages = -(-limit // CHUNK_TOKENS)
     step_pages = max(MAX_ROWS, -(-config.step_tokens // CHUNK_TOKENS))

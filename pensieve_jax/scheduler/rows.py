@@ -29,19 +29,18 @@ def rows_of(request: Request, cache: CacheManager, *, max_tokens: int, max_rows:
     for start, end in request.pieces(max_tokens):
         if len(rows) == max_rows:
             break
-        rows.append(row_of(request, cache, start, end))
+        rows.append(_row_of(request, cache, start, end))
     return rows
 
 
 def decode_row(request: Request) -> Row:
     """The row of a decoding request's last token, over all of its pages. A step makes hundreds."""
-    end, tokens, params = request.num_tokens, request.tokens, request.params
-    context = tokens[:end] if params.needs_history else NO_CONTEXT
-    sample = SampleRequest(params, end - request.num_prompt_tokens, context)
-    return Row(request.id, tokens[end - 1 : end], end - 1, request.page_ids, sample, request.num_awaited > 0)
+    end, sample = request.num_tokens, _sample_request(request)
+    last = request.tokens[end - 1 : end]
+    return Row(request.id, last, end - 1, request.page_ids, sample, request.num_awaited > 0)
 
 
-def row_of(request: Request, cache: CacheManager, start: int, end: int) -> Row:
+def _row_of(request: Request, cache: CacheManager, start: int, end: int) -> Row:
     """The row of one range of a request's tokens; it samples if no token comes after it."""
     return Row(
         request.id,

@@ -18,6 +18,7 @@ from pallas_kernels.multi_token_attention import (
 )
 from pensieve_jax.core.plans import Row, SampleRequest
 from pensieve_jax.models.interface import ModelSpec
+from pensieve_jax.worker.sampling import SamplingArrays, sampling_arrays
 
 SMALLEST_DECODE, SMALLEST_DECODE_HOPPER = 1, 8
 """Rows of the smallest padded batch of decode rows; all sizes are multiples of it. The kernels for Hopper
@@ -231,6 +232,19 @@ def pack(
         sample_tokens=padded_samples,
     )
     return arrays, samples
+
+
+def batch_sampling(
+    batch: BatchArrays, requests: Sequence[SampleRequest], *, vocab_size: int
+) -> SamplingArrays:
+    """How to choose the tokens of a batch from `pack`: request i describes its i-th sampling row."""
+    return sampling_arrays(
+        requests,
+        padded_rows=len(batch.sample_tokens),
+        vocab_size=vocab_size,
+        sources=np.asarray(batch.sources)[batch.sample_tokens],
+        previous=batch.previous,
+    )
 
 
 def blank(num_tokens: int, shapes: BatchShapes, previous: PreviousSamples, *, decode: bool) -> BatchArrays:

@@ -14,9 +14,8 @@ from host_cache.plan import PageCopy
 from host_cache.transfer import PageMover, PinnedPool
 from pensieve_jax.core.plans import Row
 from pensieve_jax.models.interface import ServableModel
-from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, pack
+from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, batch_sampling, pack
 from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
-from pensieve_jax.worker.sampling import sampling_arrays
 
 LEAST_S = 0.05
 """Steps are dispatched one after the other for at least this long, so that the host's work hides."""
@@ -50,13 +49,8 @@ class StepTimer:
         everywhere = NamedSharding(self._runner.mesh, P())
         nothing = jax.device_put(np.zeros(self._shapes.max_samples, np.int32), everywhere)
         batch, samples = pack(rows, self._shapes, PreviousSamples(token_ids=nothing, places={}))
-        sampling = sampling_arrays(
-            [request for _, request in samples],
-            padded_rows=len(batch.sample_tokens),
-            vocab_size=self._runner.spec.vocab_size,
-            sources=np.asarray(batch.sources)[batch.sample_tokens],
-            previous=nothing,
-        )
+        requests = [request for _, request in samples]
+        sampling = batch_sampling(batch, requests, vocab_size=self._runner.spec.vocab_size)
         batch = jax.device_put(batch, everywhere)
         nowhere = np.full(1, self._shapes.num_pages, np.int32)
 

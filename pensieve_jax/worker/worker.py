@@ -28,9 +28,17 @@ from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.plans import SampleRequest, StepPlan, StepResult, StepStart
 from pensieve_jax.core.types import SampledToken
 from pensieve_jax.models.interface import ServableModel
-from pensieve_jax.worker.batch import BatchArrays, BatchShapes, PreviousSamples, blank, pack, padded
+from pensieve_jax.worker.batch import (
+    BatchArrays,
+    BatchShapes,
+    PreviousSamples,
+    batch_sampling,
+    blank,
+    pack,
+    padded,
+)
 from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
-from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, sampling_arrays, to_sampled_tokens
+from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, to_sampled_tokens
 
 COPIED_AT_ONCE = 64
 """Pages that are gathered at once for the host: on their way they take device memory a second time."""
@@ -246,13 +254,7 @@ class Worker:
         self._runner.scatter(0, staged, nowhere)
 
     def _sampling(self, batch: BatchArrays, requests: Sequence[SampleRequest]) -> SamplingArrays:
-        return sampling_arrays(
-            requests,
-            padded_rows=len(batch.sample_tokens),
-            vocab_size=self._runner.spec.vocab_size,
-            sources=np.asarray(batch.sources)[batch.sample_tokens],
-            previous=self._previous.token_ids,
-        )
+        return batch_sampling(batch, requests, vocab_size=self._runner.spec.vocab_size)
 
     def _compute(self, plan: StepPlan) -> PendingStep:
         batch, samples = pack(plan.rows, self._shapes, self._previous)

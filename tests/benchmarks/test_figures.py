@@ -24,6 +24,12 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """Results are filed by the machine's GPU, which these runs don't use."""
+    monkeypatch.setattr("benchmarks.serving.study.gpu", lambda: None)
+
+
 def kept(folder):
     lines = [json.loads(text) for text in (folder / "serving-cpu.jsonl").read_text().splitlines()]
     return {(line["case"], line["metric"]): line for line in lines}

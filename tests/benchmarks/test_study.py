@@ -1,6 +1,7 @@
 """The serving command: points run, lines are kept, systems that aren't there are left out."""
 
 import json
+import sys
 import weakref
 from contextlib import contextmanager
 
@@ -17,6 +18,12 @@ from benchmarks.workloads import WorkloadSettings
 from tests.benchmarks.fake_systems import OneAtATime, StepClock
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """Results are filed by the machine's GPU, which these runs don't use."""
+    monkeypatch.setattr("benchmarks.serving.study.gpu", lambda: None)
+
+
 def arguments(out, *more):
     sizes = "--device-kv-gb 0.0009 --host-kv-gb 0.002 --max-rows 2 --step-tokens 32 --max-context 256"
     times = "--conversations 4 --rates 2,40 --think-time 1 --duration inf"
@@ -24,7 +31,8 @@ def arguments(out, *more):
     return [*common, *more]
 
 
-def test_command_keeps_a_line_for_each_point(tmp_path, capsys):
+def test_command_keeps_a_line_for_each_point(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
     main(arguments(tmp_path, "--systems", "vllm-prefix,pensieve", "--latency-limit", "60"))
     printed = capsys.readouterr().out
     assert "left out: vllm-prefix" in printed

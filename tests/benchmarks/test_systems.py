@@ -250,7 +250,8 @@ def test_vllm_gets_the_same_budgets(tmp_path):
     assert capture_sizes(5) == [1, 2, 4, 5]
 
 
-def test_vllm_that_is_not_there(tmp_path):
+def test_vllm_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(SystemUnavailableError, match="vLLM can't be imported here"):
         VllmSystem("vllm-prefix", vllm_settings(), RunClock(), tmp_path)
 
@@ -322,7 +323,8 @@ def test_transformers_adapter(monkeypatch):
     assert model.manager.stopped
 
 
-def test_transformers_without_torch():
+def test_transformers_without_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
     given = TransformersSettings(
         model=TINY.config, dtype="bfloat16", kv_bytes=2**20, kv_bytes_per_token=256, step_tokens=512
     )

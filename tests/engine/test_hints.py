@@ -115,14 +115,25 @@ def test_warm_takes_idle_pages_and_never_those_of_running_turns(engine):
     idle.turn([6])
 
 
-def test_warm_outlasts_what_is_idle_for_longer(engine):
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_warm_outlasts_what_is_idle_for_longer():
     """What was loaded isn't the first to leave again."""
-    chat, other = in_host(engine), Chat(engine)
-    other.turn(ids(100, seed=1))
-    chat.conversation.warm()
-    engine.step()
-    Chat(engine).turn(ids(DEVICE_TOKENS - 5 * 32, seed=2), 1)
-    assert places(chat.turn([7]).receipt)[0] == 74
+    clock = Clock()
+    with Engine(tiny_model(), config=config(host_pages=24), clock=clock) as engine:
+        chat, other = in_host(engine), Chat(engine)
+        other.turn(ids(100, seed=1))
+        clock.now += 100
+        chat.conversation.warm()
+        engine.step()
+        clock.now += 1
+        Chat(engine).turn(ids(DEVICE_TOKENS - 5 * 32, seed=2), 1)
+        assert places(chat.turn([7]).receipt)[0] == 74
 
 
 def test_warm_of_what_was_released_forked_rewound_or_deleted(engine):
@@ -193,13 +204,6 @@ def test_priority_decides_who_stays(engine, kept):
     Chat(engine).turn(ids(DEVICE_TOKENS - 5 * 32, seed=2), 1)
     assert places(chats[kept].turn([1]).receipt)[0] == 74
     assert places(chats[1 - kept].turn([1]).receipt)[0] < 74
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_time_to_live():

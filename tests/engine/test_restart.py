@@ -198,6 +198,16 @@ def engine():
         engine.check_integrity()
 
 
+def test_set_weights_while_a_warm_up_waits(engine):
+    chat = Chat(engine)
+    chat.turn(ids(70))
+    evict(engine, 12 * 32)
+    assert chat.conversation.warm() > 0
+    engine.set_weights(tiny_model(1))
+    chat.model = tiny_model(1)
+    assert_all_recomputed(chat.turn([5]), len(chat.tokens) - 5)
+
+
 def test_set_weights_drops_all_key_value_state(engine):
     on_host, on_device = Chat(engine), Chat(engine)
     on_host.turn(ids(70))

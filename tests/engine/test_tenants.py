@@ -51,6 +51,20 @@ def test_a_tenant_outlasts_the_engine_and_goes_to_forks(path):
         assert tokens_found(engine, engine.conversation(tenant="ann"), [*PROMPT, 5]) == len(PROMPT)
 
 
+def test_hints_change_nothing_of_it(path):
+    with sharing_engine(path) as engine:
+        said = {"priority": 2.0, "time_to_live_s": 99.0}
+        ann, bob, other = (engine.conversation(name, tenant=name, **said) for name in ("a", "b", "c"))
+        assert tokens_found(engine, ann, [*PROMPT, 1]) == 0
+        assert tokens_found(engine, bob, [*PROMPT, 1]) == 0
+        engine.drop_state()
+        engine._turns._restart_cache()
+        other.priority = 3.0
+        assert tokens_found(engine, other, [*PROMPT, 1]) == 0
+        assert tokens_found(engine, bob, [2]) == 0
+        assert engine._turns.cache._conversations["b"].priority == 2.0
+
+
 def test_a_conversation_keeps_its_tenant(path):
     with sharing_engine(path) as engine:
         engine.conversation("a", tenant="ann")

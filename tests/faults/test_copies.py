@@ -100,7 +100,7 @@ def test_5_a_host_page_is_not_given_away_while_it_is_loaded():
     leaving = cache.manager.take_swap_outs()
     assert leaving, "the device pages for it were taken from b"
     assert {copy.host_page for copy in plan.swap_ins}.isdisjoint(copy.host_page for copy in leaving)
-    assert not cache.manager._ledger.host_page_is_free_to_go(cache.manager._conversations["a"].chunks[0])
+    assert not cache.manager._host_order.can_leave(cache.manager._conversations["a"].chunks[0])
     cache.compute("a", plan)
 
 

@@ -246,7 +246,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if hint == "release":
             self.manager.release(name)
         else:
-            self.manager.set_priority(name, priority, self.tick())
+            self.manager.set_priority(name, priority)
 
     @precondition(lambda self: self.idle)
     @rule(data=st.data(), start=st.booleans())
@@ -265,7 +265,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), seconds=st.none() | st.integers(0, 40))
     def set_time_to_live(self, data, seconds):
-        self.manager.set_time_to_live(self.choose(data, self.tokens), seconds, self.tick())
+        self.manager.set_time_to_live(self.choose(data, self.tokens), seconds)
 
     @rule()
     def drop_expired(self):

@@ -164,7 +164,7 @@ def test_chunks_may_go_while_they_are_loaded(what):
     if what == "truncate":
         books.manager.truncate("a", 0)
     elif what == "time to live":
-        books.manager.set_time_to_live("a", 0.0, books.now)
+        books.manager.set_time_to_live("a", 0.0)
         books.manager.drop_expired(books.now)
     else:
         getattr(books.manager, what)("a")
@@ -190,7 +190,7 @@ def test_state_goes_when_its_time_to_live_is_over_and_never_while_it_runs():
     books = cache(device_pages=8)
     manager = books.manager
     turn(books, "a", range(16))
-    manager.set_time_to_live("a", 10.0, books.now)
+    manager.set_time_to_live("a", 10.0)
     manager.drop_expired(books.now + 9.9)
     assert manager.num_chunks == 4
     manager.touch("a", books.now + 5.0)  # activity puts it off
@@ -204,10 +204,10 @@ def test_state_goes_when_its_time_to_live_is_over_and_never_while_it_runs():
     manager.computed("a", 16, 18)
     manager.finish("a", books.now)
     manager.fork("a", "b", 16, books.now)  # lives as long
-    manager.set_time_to_live("a", None, books.now)
+    manager.set_time_to_live("a", None)
     manager.drop_expired(books.now + 10.0)
     assert (manager.num_chunks, manager.counters.conversations_expired) == (5, 1)
-    manager.set_time_to_live("a", 1.0, books.now)
+    manager.set_time_to_live("a", 1.0)
     manager.plan_ahead(books.now + 10.0)
     assert (manager.num_chunks, manager.counters.conversations_expired) == (0, 2)
     books.check()
@@ -220,7 +220,7 @@ def test_release_lets_go_at_once_and_priority_keeps():
     assert books.manager.num_chunks == 0
     turn(books, "a", range(16))
     turn(books, "b", range(50, 66))
-    books.manager.set_priority("a", 100.0, books.now)
+    books.manager.set_priority("a", 100.0)
     turn(books, "c", range(70, 86))
     assert turn(books, "a", range(17)).tokens_from_device == 16
 
