@@ -13,7 +13,7 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 PLANNING = "plan_20000x1000000_512running_retention-value"
 LATE_TURNS = """Time to first token at turn 5 and later of real conversations: share of what the same
 engine takes without kept state (bar: a third)"""
-COMPUTED = "Context tokens computed for them (beside it: without kept state)"
+COMPUTED = "Context tokens computed for all turns of these conversations (beside it: without kept state)"
 PLAN = """Planning a step with 20,000 conversations and a million chunks known, 512 turns running,
 evictions at every step: median (bar: 2 ms)"""
 DECODE = "Attention of 64 decode rows over 4,096 tokens, Triton kernel: KV read (beside it: the copy rate)"
