@@ -8,15 +8,10 @@ in the format of benchmarks/results/.
 """
 
 import argparse
-import datetime as dt
 import fcntl
 import functools
-import json
 import math
 import os
-import statistics
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,18 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.kernels.common import DTYPE, Report, launch_seconds, random_array
 from pallas_kernels.multi_token_attention import multi_token_attention, plan_attention, tile_tokens
 from pallas_kernels.multi_token_attention.shapes import DECODE, MIXED, PAPER, SHAPES, Shape
+from pensieve_jax.bench.timing import Ceilings, measure_ceilings
 
 DISTINCT_BYTES = 400e6
 """KV of all inputs together, at least: several times the L2 cache (60 MB)."""
 TARGET_S, MAX_LAUNCHES = 0.004, 40
 """Device time of one timed call, about, and its most launches."""
-FEW, MANY = 2, 8
-"""Calls under way at once. The time of a launch comes from the difference, which leaves out what the first
-call's dispatch costs."""
-REPEATS = 5
-DTYPE = jnp.bfloat16
 MAX_ERROR = 1e-2
 
 
@@ -79,11 +71,6 @@ def make_plan(shape: Shape, pages: list[np.ndarray], **options):
     )
 
 
-@functools.partial(jax.jit, static_argnums=(1,))
-def random_array(key, shape: tuple[int, ...]):
-    return jax.random.normal(key, shape, DTYPE)
-
-
 @functools.partial(jax.jit, static_argnames=("kv_len",), compiler_options={"xla_gpu_autotune_level": "0"})
 def reference_row(q, kv_pages, pages, *, kv_len: int):
     """Float32 attention of one row: q [n, heads, head_dim] at the end of its kv_len tokens."""
@@ -116,23 +103,6 @@ def relative_error(shape: Shape, out, q, kv_pages, pages: list[np.ndarray]) -> f
         wrong += float(jnp.sum((out[at : at + n].astype(jnp.float32) - want) ** 2))
         right += float(jnp.sum(want**2))
     return math.sqrt(wrong / right)
-
-
-def seconds_each(many, launches: int, *args) -> float:
-    """Device time of one of the launches that `many` makes: medians over calls in a row."""
-    jax.block_until_ready(many(*args))
-
-    def median_s(calls: int) -> float:
-        times = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            for _ in range(calls):
-                out = many(*args)
-            jax.block_until_ready(out)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    return (median_s(MANY) - median_s(FEW)) / (MANY - FEW) / launches
 
 
 def launches_for(shape: Shape) -> int:
@@ -178,7 +148,7 @@ class Kernel:
         ]
 
     def seconds(self, queries, pools) -> float:
-        return seconds_each(self.many, self.launches, queries, pools, self.plan)
+        return launch_seconds(self.many, self.launches, queries, pools, self.plan)
 
 
 def time_cudnn(shape: Shape, key) -> float:
@@ -197,7 +167,7 @@ def time_cudnn(shape: Shape, key) -> float:
     def many(qs, ks, vs):
         return [cudnn(q, ks[i % sets], vs[i % sets]) for i, q in enumerate(qs)]
 
-    return seconds_each(many, launches, qs, ks, vs)
+    return launch_seconds(many, launches, qs, ks, vs)
 
 
 def time_copy_out(shape: Shape, kernel: "Kernel", queries, pools) -> float:
@@ -217,7 +187,7 @@ def time_copy_out(shape: Shape, kernel: "Kernel", queries, pools) -> float:
         return out
 
     table = jnp.asarray(np.stack(kernel.pages))
-    return seconds_each(many, len(queries), queries, pools, table)
+    return launch_seconds(many, len(queries), queries, pools, table)
 
 
 def time_multi_round(shape: Shape, kernel: "Kernel", queries, pools) -> float:
@@ -247,64 +217,7 @@ def time_multi_round(shape: Shape, kernel: "Kernel", queries, pools) -> float:
             )
         return out
 
-    return seconds_each(many, len(queries), queries, pools, rounds)
-
-
-def ceilings(key) -> dict[str, float]:
-    """Copy rate (bytes read and written; the better of two ways) and bf16 product rate of this card, now."""
-    x = [random_array(k, (1 << 30,)) for k in jax.random.split(key, 2)]
-    copy = jax.jit(lambda x: [lax.optimization_barrier(a) + jnp.bfloat16(0) for a in x])
-    copy_s = min(seconds_each(copy, 2, x), seconds_each(lambda x: [jnp.copy(a) for a in x], 2, x))
-    n = 8192
-    a, b = (random_array(k, (n, n)) for k in jax.random.split(key, 2))
-    others = [a * (1 + i / 64) for i in range(8)]
-    product = jax.jit(lambda others, b: [x @ b for x in others])
-    return {"copy": 4 * (1 << 30) / copy_s, "matmul": 2 * n**3 / seconds_each(product, 8, others, b)}
-
-
-class Report:
-    """Lines of results, printed and written as they come."""
-
-    def __init__(self, folder: Path, command: str, prefix: str = "") -> None:
-        self.prefix = prefix
-        device = jax.devices()[0]
-        smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        self.file = (folder / "kernels.jsonl").open("a")
-        self.common = {
-            "device": device.device_kind,
-            "driver": subprocess.run(smi, capture_output=True, text=True, check=False).stdout.strip(),
-            "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
-            "commit": os.environ.get("COMMIT", ""),
-            "command": command,
-            "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        }
-
-    def add(
-        self,
-        case: str,
-        metric: str,
-        value: float,
-        unit: str,
-        ceiling: float | None,
-        ratio: float | None,
-        **shapes,
-    ):
-        line = {
-            "bench": "kernels",
-            "case": self.prefix + case,
-            "metric": metric,
-            "value": round(value, 3),
-            "unit": unit,
-            "ceiling": None if ceiling is None else round(ceiling, 3),
-            "ratio": None if ratio is None else round(ratio, 4),
-            **{k: v for k, v in self.common.items() if k in ("device", "driver", "versions")},
-            "shapes": shapes,
-            **{k: v for k, v in self.common.items() if k in ("commit", "command", "date")},
-        }
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
-        against = "" if ceiling is None else f"ceiling {ceiling:8.1f} ratio {ratio:.3f}"
-        print(f"{case:40s} {value:10.1f} {unit:9s} {against} {shapes.get('relative_error', '')}", flush=True)
+    return launch_seconds(many, len(queries), queries, pools, rounds)
 
 
 def describe(shape: Shape, error: float, **more) -> dict:
@@ -330,7 +243,7 @@ def groups_of(name: str, shape: Shape) -> list[Shape]:
 
 
 def run_case(
-    name: str, kernel: Kernel, groups: list[Kernel], rates: dict[str, float], report: Report, cudnn: bool
+    name: str, kernel: Kernel, groups: list[Kernel], rates: Ceilings, report: Report, cudnn: bool
 ) -> None:
     shape, key = kernel.shape, jax.random.key(len(name))
     queries, pools = kernel.inputs(key)
@@ -344,7 +257,7 @@ def run_case(
     more = {"device_us": round(seconds * 1e6, 2)}
     tflops = shape.flops / seconds / 1e12
     if name in DECODE:
-        gb, copy = shape.kv_bytes / seconds / 1e9, rates["copy"] / 1e9
+        gb, copy = shape.kv_bytes / seconds / 1e9, rates.copy_bytes_per_s / 1e9
         report.add(name, "kv_bandwidth", gb, "GB/s", copy, gb / copy, **describe(shape, error, **more))
     elif name in PAPER:
         others = {
@@ -360,7 +273,7 @@ def run_case(
         micros = seconds * 1e6
         report.add(name, "time", micros, "us", apart * 1e6, apart / seconds, **describe(shape, error, **more))
     else:
-        ceiling = rates["matmul"] / 1e12
+        ceiling = rates.matmul_flops / 1e12
         more["of_matmul"] = round(tflops / ceiling, 4)
         if cudnn:
             peer = time_cudnn(shape, key)
@@ -381,9 +294,8 @@ def main() -> None:
     parser.add_argument("--no-cudnn", action="store_true", help="leave the peer out")
     parser.add_argument("--lock", default=os.devnull, help="a file that one process at a time measures under")
     args = parser.parse_args()
-    command = "python -m benchmarks.kernels.attention " + " ".join(sys.argv[1:])
     prefix = "" if args.implementation == "mosaic" else f"{args.implementation}_"
-    report = Report(Path(args.out), command, prefix)
+    report = Report(path=Path(args.out) / "kernels.jsonl", prefix=prefix)
     shapes = SHAPES | PAPER
     names = [name for name in shapes if any(word in name for word in args.only.split(","))]
     start = time.perf_counter()
@@ -405,9 +317,9 @@ def main() -> None:
 
 
 def measure(names: list[str], compiled: dict, report: Report, *, cudnn: bool) -> None:
-    rates = ceilings(jax.random.key(0))
-    report.add("ceiling_copy", "bandwidth", rates["copy"] / 1e9, "GB/s", None, None)
-    report.add("ceiling_matmul", "rate", rates["matmul"] / 1e12, "TFLOP/s", None, None)
+    rates = measure_ceilings(jax.devices()[0])
+    report.add("ceiling_copy", "bandwidth", rates.copy_bytes_per_s / 1e9, "GB/s")
+    report.add("ceiling_matmul", "rate", rates.matmul_flops / 1e12, "TFLOP/s")
     for name in names:
         try:
             kernel, *groups = [future.result() for future in compiled[name]]

@@ -10,7 +10,6 @@ import argparse
 import functools
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -19,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.kernels.attention import DTYPE, REPEATS, Report, ceilings, random_array, seconds_each
+from benchmarks.kernels.common import DTYPE, Report, launch_seconds, random_array
 from pallas_kernels.kv_write import Rotary, rotate_and_write
 from pallas_kernels.page_move import copy_pages, gather_pages
+from pensieve_jax.bench.timing import measure_ceilings
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 40, 10, 128, 32  # Llama-2-13B with 10 KV heads
 PAGE = (2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
@@ -30,6 +30,7 @@ NUM_PAGES = 4096
 MOVED_PAGES = 640
 KV_WRITES = {f"kv_write_{tokens}_h40kv10": tokens for tokens in (1, 64, 1024, 16384)}
 PAGE_MOVES = ("gather_xla", "gather_triton", "scatter_xla", "scatter_triton", "from_host", "to_host")
+REPEATS = 5
 LAUNCHES, MOVES = 200, 6
 """Launches that one timed call makes."""
 
@@ -65,7 +66,7 @@ def time_kv_write(tokens: int, implementation: str) -> float:
 
     call = stateful(many, random_array(keys[0], (NUM_PAGES, *PAGE)))
     where = [jnp.asarray(x) for x in (place // PAGE_SIZE, place % PAGE_SIZE)]
-    return seconds_each(call, launches, qkv, *where, rotary)
+    return launch_seconds(call, launches, qkv, *where, rotary)
 
 
 def time_move(name: str, device) -> float:
@@ -100,7 +101,7 @@ def time_move(name: str, device) -> float:
         return None, target
 
     jitted = jax.jit(many, donate_argnums=0, out_shardings=(hbm, places[0]))
-    return seconds_each(stateful(jitted, target), MOVES, source, jax.tree.map(jnp.asarray, ids))
+    return launch_seconds(stateful(jitted, target), MOVES, source, jax.tree.map(jnp.asarray, ids))
 
 
 def link_rate(device, to_host: bool) -> float:
@@ -125,8 +126,8 @@ def main() -> None:
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of the results")
     args = parser.parse_args()
     device = jax.devices()[0]
-    report = Report(Path(args.out), "python -m benchmarks.kernels.moves " + " ".join(sys.argv[1:]))
-    copy = ceilings(jax.random.key(0))["copy"] / 1e9
+    report = Report(path=Path(args.out) / "kernels.jsonl")
+    copy = measure_ceilings(device).copy_bytes_per_s / 1e9
 
     def chosen(name: str) -> bool:
         return any(word in name for word in args.only.split(","))
