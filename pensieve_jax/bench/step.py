@@ -3,8 +3,8 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -31,6 +31,7 @@ from pensieve_jax.worker.batch import (
     planned_heads,
     query_block,
 )
+from pensieve_jax.worker.compilations import compile_together
 from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays
 from pensieve_jax.worker.worker import build_worker
 
@@ -60,7 +61,7 @@ class StepTime:
         floor: the least time of the compute.
         beside_s: what the case is compared with: by the name of the comparison, seconds.
         dispatch_s: the host's share, hidden behind the device's work as long as it is shorter.
-        first_call_s: compilation and the first run.
+        first_call_s: the first run, with whatever is left to compile.
         moved_bytes: what is copied between host and device in that time.
         peak_bytes: of the device's memory so far; None where the device doesn't tell.
     """
@@ -136,6 +137,17 @@ class StepBench:
         self.runner.fill(np.arange(self.shapes.num_pages, dtype=np.int32), values)
         self._order = np.random.default_rng(0).permutation(self.shapes.num_pages).astype(np.int32)
 
+    def compile(self) -> Iterator[None]:
+        """Compile the steps that run without a worker, several at once; yields once for each shape."""
+        shapes = {}
+        for case in self.cases:
+            for rows in [*self._split(case)[:1], *self._mixed_rows(case)]:
+                batch = self._arrays(rows)[0]
+                shapes[str(jax.tree.map(jnp.shape, batch))] = batch
+        yield from compile_together(
+            [partial(self.runner.lower, batch, layered=False) for batch in shapes.values()]
+        )
+
     def measure(self, case: Case) -> StepTime:
         """Time one of `cases`."""
         run = {
@@ -150,6 +162,17 @@ class StepBench:
     def run(self, steps: Sequence[StepArrays]) -> SampleOutput:
         """Run steps one after the other. Doesn't wait."""
         return [self.runner.run_resident(batch, sampling) for batch, sampling in steps][-1]
+
+    def once(self, case: Case) -> None:
+        """Run a case's steps once and wait; for a trace. A swap-in case has to be measured before."""
+        if case.kind is Kind.SWAP_IN:
+            self._finish(self._swap_in_plans(case)["step"])
+        elif case.kind is Kind.MIXED:
+            jax.block_until_ready(self.run([self._arrays(rows) for rows in self._mixed_rows(case)]))
+        elif case.kind is Kind.STEP:
+            jax.block_until_ready(self.run(self.steps(case)))
+        else:
+            self._run_ahead(self._worker_plans(case))
 
     def steps(self, case: Case) -> list[StepArrays]:
         """The arguments of the case's steps, on the device: rows whole while they fit, else in pieces."""
@@ -177,41 +200,45 @@ class StepBench:
         return self._result(case, seconds, {}, first_call_s, dispatch_s=min(dispatches))
 
     def _measure_mixed(self, case: Case) -> StepTime:
-        rows, first_page = self._split(case)[0], case.rows * _pages(case.past_tokens + case.new_tokens)
-        prompt_pages = self._order[first_page : first_page + _pages(case.prompt_tokens)]
-        bounds = np.linspace(0, case.prompt_tokens, PIECES + 1).astype(int).tolist()
-        pieces = [
-            Row(
-                request_id=case.rows,
-                token_ids=np.arange(start, stop, dtype=np.int32) % self.spec.vocab_size,
-                start=start,
-                page_ids=prompt_pages[: _pages(stop)],
-                sample=GREEDY if stop == case.prompt_tokens else None,
-            )
-            for start, stop in itertools.pairwise(bounds)
-        ]
-        mixed = [self._arrays([*rows, piece]) for piece in pieces]
+        decode = self._split(case)[0]
+        rows = self._mixed_rows(case)
+        mixed = [self._arrays(step) for step in rows]
         begin = time.perf_counter()
         jax.block_until_ready(self.run(mixed))
         first_call_s = time.perf_counter() - begin
-        decode_s = self._seconds([self._arrays(rows)])
-        alone_s = PIECES * decode_s + self._seconds([self._arrays([piece]) for piece in pieces])
+        decode_s = self._seconds([self._arrays(decode)])
+        alone_s = len(rows) * decode_s + self._seconds([self._arrays(step[-1:]) for step in rows])
         longest_s = max(self._seconds([step]) for step in mixed)
         beside = {"parts alone": alone_s, "longest step": longest_s, "decode step": decode_s}
         return self._result(case, self._seconds(mixed), beside, first_call_s)
+
+    def _mixed_rows(self, case: Case) -> list[list[Row]]:
+        """Steps of the decoding rows, each with a piece of the prompt; none where there is no prompt."""
+        if not case.prompt_tokens:
+            return []
+        rows, first_page = self._split(case)[0], case.rows * _pages(case.past_tokens + case.new_tokens)
+        prompt_pages = self._order[first_page : first_page + _pages(case.prompt_tokens)]
+        bounds = np.linspace(0, case.prompt_tokens, PIECES + 1).astype(int).tolist()
+        return [
+            [
+                *rows,
+                Row(
+                    request_id=case.rows,
+                    token_ids=np.arange(start, stop, dtype=np.int32) % self.spec.vocab_size,
+                    start=start,
+                    page_ids=prompt_pages[: _pages(stop)],
+                    sample=GREEDY if stop == case.prompt_tokens else None,
+                ),
+            ]
+            for start, stop in itertools.pairwise(bounds)
+        ]
 
     def _seconds(self, steps: Sequence[StepArrays]) -> float:
         return seconds_each(partial(self.run, steps), repeats=3, few=2, many=8, wait=jax.block_until_ready)
 
     def _measure_swap_in(self, case: Case) -> StepTime:
-        rows = self._split(case)[0]
-        copies = [page for row in rows for page in row.page_ids[: _pages(case.past_tokens)].tolist()]
-        swap_ins = tuple(PageCopy(page, host_page) for host_page, page in enumerate(copies))
-        plans = {
-            "step": StepPlan(rows=tuple(rows), swap_outs=(), swap_ins=swap_ins),
-            "compute alone": StepPlan(rows=tuple(rows), swap_outs=(), swap_ins=()),
-            "transfer alone": StepPlan(rows=(), swap_outs=(), swap_ins=swap_ins),
-        }
+        plans = self._swap_in_plans(case)
+        swap_ins = plans["step"].swap_ins
         for some in itertools.batched(swap_ins, FILL_PAGES):
             self._finish(StepPlan(rows=(), swap_outs=some, swap_ins=()))
         begin = time.perf_counter()
@@ -219,30 +246,32 @@ class StepBench:
             self._finish(plan)
         first_call_s = time.perf_counter() - begin
         times = {name: _median_s(partial(self._finish, plan)) for name, plan in plans.items()}
-        moved = len(copies) * PAGE_TOKENS * self.size.kv_token_bytes
+        moved = len(swap_ins) * PAGE_TOKENS * self.size.kv_token_bytes
         return self._result(case, times.pop("step"), times, first_call_s, moved_bytes=moved)
 
-    def _measure_swap_out(self, case: Case) -> StepTime:
+    def _swap_in_plans(self, case: Case) -> dict[str, StepPlan]:
         rows = tuple(self._split(case)[0])
-        plain = StepPlan(rows=rows, swap_outs=(), swap_ins=())
-        count = min(SWAP_OUT_PAGES, self.shapes.num_pages)
+        copies = [page for row in rows for page in row.page_ids[: _pages(case.past_tokens)].tolist()]
+        swap_ins = tuple(PageCopy(page, host_page) for host_page, page in enumerate(copies))
+        return {
+            "step": StepPlan(rows=rows, swap_outs=(), swap_ins=swap_ins),
+            "compute alone": StepPlan(rows=rows, swap_outs=(), swap_ins=()),
+            "transfer alone": StepPlan(rows=(), swap_outs=(), swap_ins=swap_ins),
+        }
 
-        def leave(step: int) -> StepPlan:
-            numbers = range(step * count, (step + 1) * count)
-            copies = (PageCopy(int(self._order[i % len(self._order)]), i) for i in numbers)
-            return StepPlan(rows=rows, swap_outs=tuple(copies), swap_ins=())
-
-        leaving = [leave(step) for step in range(STEPS)]
+    def _measure_swap_out(self, case: Case) -> StepTime:
+        leaving = self._worker_plans(case)
+        plain = [replace(plan, swap_outs=()) for plan in leaving]
         begin = time.perf_counter()
         self._run_ahead(leaving)
         first_call_s = time.perf_counter() - begin
-        without = _median_s(partial(self._run_ahead, [plain] * STEPS)) / STEPS
+        without = _median_s(partial(self._run_ahead, plain)) / STEPS
         seconds = _median_s(partial(self._run_ahead, leaving)) / STEPS
-        moved = count * PAGE_TOKENS * self.size.kv_token_bytes
+        moved = len(leaving[0].swap_outs) * PAGE_TOKENS * self.size.kv_token_bytes
         return self._result(case, seconds, {"without": without}, first_call_s, moved_bytes=moved)
 
     def _measure_host(self, case: Case) -> StepTime:
-        plans = [StepPlan(rows=tuple(self._split(case)[0]), swap_outs=(), swap_ins=())] * STEPS
+        plans = self._worker_plans(case)
         begin = time.perf_counter()
         self._run_ahead(plans)
         first_call_s = time.perf_counter() - begin
@@ -251,6 +280,17 @@ class StepBench:
         alone = self._measure_steps(case).seconds
         seconds = (all_s - some_s) / (len(many) - len(few))
         return self._result(case, seconds, {"device alone": alone}, first_call_s)
+
+    def _worker_plans(self, case: Case) -> list[StepPlan]:
+        """Steps in a row, as the engine hands them over."""
+        rows = tuple(self._split(case)[0])
+        count = min(SWAP_OUT_PAGES, self.shapes.num_pages) if case.kind is Kind.SWAP_OUT else 0
+        pages = np.resize(self._order, STEPS * count).tolist()
+        copies = [PageCopy(page, host_page) for host_page, page in enumerate(pages)]
+        return [
+            StepPlan(rows=rows, swap_outs=tuple(copies[step * count : (step + 1) * count]), swap_ins=())
+            for step in range(STEPS)
+        ]
 
     def _result(
         self,

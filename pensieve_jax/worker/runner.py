@@ -140,6 +140,22 @@ class ModelRunner:
             in_place_bytes=account.alias_size_in_bytes,
         )
 
+    def lower(self, batch: BatchArrays, *, layered: bool) -> list[jax.stages.Lowered]:
+        """The programs of a step, traced. Once they are compiled, steps of this shape find them so.
+
+        Args:
+            batch: of the shape.
+            layered: for `run_layered`; else for `run_resident`.
+        """
+        graphs, states = self._graphs, self._states
+        if not layered:
+            return [self._whole.lower(graphs=graphs, states=states, pools=self._pools, batch=batch)]
+        x = self._embed(graphs=graphs[0], state=states[0], batch=batch)
+        return [
+            self._layer.lower(graphs=graphs[1], state=states[1], x=x, kv=self._pools[0], batch=batch),
+            self._head.lower(graphs=graphs[-1], state=states[-1], x=x, batch=batch),
+        ]
+
     def run_resident(self, batch: BatchArrays, sampling: SamplingArrays) -> SampleOutput:
         """Run all layers in one call. Doesn't wait for the result."""
         logits, self._pools = self._whole(

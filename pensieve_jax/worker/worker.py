@@ -37,6 +37,7 @@ from pensieve_jax.worker.batch import (
     pack,
     padded,
 )
+from pensieve_jax.worker.compilations import compile_together
 from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
 from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, to_sampled_tokens
 
@@ -205,7 +206,7 @@ class Worker:
         max_turns: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Run every padded shape once, so that no step waits for the compiler. Changes nothing.
+        """Compile and run every padded shape, so that no step waits for the compiler. Changes nothing.
 
         Args:
             choices: ways of choosing tokens.
@@ -217,26 +218,38 @@ class Worker:
         """
         shapes = self._shapes
         last = padded(min(max_turns or shapes.max_rows, shapes.max_rows), shapes.decode_sizes)
-        jobs: list[Callable[[], None]] = []
         decode_sizes = [size for size in shapes.decode_sizes if size <= last]
         if shapes.batch_invariant:
             decode_sizes = shapes.prefill_sizes
-        jobs += [partial(self._compile_batch, size, choices, decode=True) for size in decode_sizes]
-        for size in shapes.prefill_sizes:  # as many tokens are chosen, whatever the size
-            ways = choices if size == shapes.prefill_sizes[0] else choices[:1]
-            jobs.append(partial(self._compile_batch, size, ways, decode=False))
-        jobs.append(partial(self.copy_page, 0, 0))
-        if self._mover is not None:
-            jobs += [partial(self._compile_copies, size) for size in shapes.page_sizes]
-        for done, job in enumerate(jobs):
-            if progress is not None:
-                progress(done, len(jobs))
-            job()
-        if progress is not None:
-            progress(len(jobs), len(jobs))
+        sizes = [(size, True) for size in decode_sizes] + [(size, False) for size in shapes.prefill_sizes]
+        batches = [blank(size, shapes, self._previous, decode=decode) for size, decode in sizes]
+        copies = [] if self._mover is None else shapes.page_sizes
+        total = len(batches) + len(copies) + 1
+        done = 0
 
-    def _compile_batch(self, num_tokens: int, choices: Sequence[SampleRequest], *, decode: bool) -> None:
-        batch = blank(num_tokens, self._shapes, self._previous, decode=decode)
+        def report(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress is not None:
+                progress(done, total)
+
+        report(0)
+        for _ in compile_together([partial(self._lower, batch) for batch in batches]):
+            report(1)
+        first_prefill = len(decode_sizes)  # as many tokens are chosen, whatever the size
+        for i, batch in enumerate(batches):
+            self._run_blank(batch, choices if i <= first_prefill else choices[:1])
+        self.copy_page(0, 0)
+        report(1)
+        for size in copies:
+            self._compile_copies(size)
+            report(1)
+
+    def _lower(self, batch: BatchArrays) -> list[jax.stages.Lowered]:
+        ways = [self._layered] if self._mover is None or self._layered else [False, True]
+        return [program for layered in ways for program in self._runner.lower(batch, layered=layered)]
+
+    def _run_blank(self, batch: BatchArrays, choices: Sequence[SampleRequest]) -> None:
         nowhere = self._pad_pages(())
         for choice in choices:
             sampling = self._sampling(batch, [choice])
