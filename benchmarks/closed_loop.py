@@ -18,20 +18,18 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from benchmarks.records import ROOT, gpu, record, replace_records
-from benchmarks.serving.models import TINY
+from benchmarks.serving.models import ModelChoice
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.engine import Engine
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.warmup import warm_up
-from pensieve_jax.models import make_model
 from pensieve_jax.models.interface import ServableModel
-from pensieve_jax.models.presets import PRESETS, random_model
+from pensieve_jax.models.presets import PRESETS
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
 
 PAGE_TOKENS = 32
@@ -119,12 +117,9 @@ def serve(engine: Engine, case: Case, *, seed: int = 0) -> Outcome:
     return Outcome(seconds=seconds, output_tokens=output, compiled=compiled, counters=counters)
 
 
-def engine_config(case: Case, model: ServableModel, args: argparse.Namespace, *, keep: bool) -> EngineConfig:
+def engine_config(case: Case, choice: ModelChoice, args: argparse.Namespace, *, keep: bool) -> EngineConfig:
     """Tiers of so many bytes, steps of so many tokens."""
-    spec = model.spec
-    page_bytes = (
-        2 * spec.num_layers * spec.num_kv_heads * PAGE_TOKENS * spec.head_dim * np.dtype(spec.dtype).itemsize
-    )
+    page_bytes = choice.kv_bytes_per_token * PAGE_TOKENS
     return EngineConfig(
         tiers=TierConfig(
             device_pages=int(args.device_gb * 1e9) // page_bytes,
@@ -139,13 +134,17 @@ def engine_config(case: Case, model: ServableModel, args: argparse.Namespace, *,
 
 
 def run_case(
-    name: str, model: ServableModel, args: argparse.Namespace, say: Callable[[str], None]
+    name: str,
+    choice: ModelChoice,
+    model: ServableModel,
+    args: argparse.Namespace,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Measure a case in all its ways."""
     case, records, kept_s = CASES[name], [], None
     for keep in (True, False) if case.stateless else (True,):
         way = name if keep else f"{name}_stateless"
-        config = engine_config(case, model, args, keep=keep)
+        config = engine_config(case, choice, args, keep=keep)
         begin = time.perf_counter()
         with Engine(model, None, config, end_token_ids=()) as engine:
             say(f"{way}: engine after {time.perf_counter() - begin:.1f} s")
@@ -164,7 +163,7 @@ def run_case(
             ratio = ceiling / outcome.seconds if keep else outcome.seconds / ceiling / STATELESS_GAIN
         if keep:
             kept_s = outcome.seconds
-        records += _records(way, outcome, ceiling, ratio, case, config, args.model)
+        records += _records(way, outcome, ceiling, ratio, case, config, choice.label)
     return records
 
 
@@ -231,14 +230,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - begin:6.1f}] {text}", flush=True)
 
-    if args.model == "tiny":
-        model = make_model(TINY, dtype=np.dtype(np.float32), rngs=nnx.Rngs(0))
-    else:
-        model = random_model(args.model, dtype=np.dtype(jnp.bfloat16))
+    choice = ModelChoice(name=args.model, dtype="float32" if args.model == "tiny" else "bfloat16")
+    model = choice.load()
     jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
     say("weights")
     for name in args.cases:
-        replace_records(args.results, run_case(name, model, args, say))
+        replace_records(args.results, run_case(name, choice, model, args, say))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,8 @@
 python benchmarks/readme_table.py
 """
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
+from pensieve_jax.records import ROOT, read_records
 
-ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 PLANNING = "plan_20000x1000000_512running_retention-value"
@@ -35,16 +32,10 @@ ROWS = (
 """(bench, case, metric, what it is)."""
 
 
-def results() -> Iterator[dict]:
-    """All results that are kept."""
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
-
-
 def table() -> str:
     """The table as Markdown; rows without a result are left out."""
-    known = {(r["bench"], r["case"], r["metric"]): r for r in results()}
+    paths = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+    known = {(r["bench"], r["case"], r["metric"]): r for path in paths for r in read_records(path)}
     lines = ["| what | measured | beside it | on |", "|---|---|---|---|"]
     for bench, case, metric, what in ROWS:
         result = known.get((bench, case, metric))

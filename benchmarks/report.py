@@ -5,7 +5,6 @@ python -m benchmarks.report --results figures-out --page /tmp/results.md      of
 """
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import ROOT
+from benchmarks.records import ROOT, read_records
 from benchmarks.serving.study import POINT_METRIC, kept_points
 from pensieve_jax.simulator.plot import write_plot
 
@@ -47,9 +46,7 @@ class Report:
         images: folder beside the page.
         """
         paths = sorted(results.glob("*.jsonl"))
-        self.lines = [
-            json.loads(text) for path in paths for text in path.read_text(encoding="utf-8").splitlines()
-        ]
+        self.lines = [line for path in paths for line in read_records(path)]
         self.images = images
         self._points = [point for path in paths for point in kept_points(path)]
 

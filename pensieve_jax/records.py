@@ -65,6 +65,12 @@ def record(
     }
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The results of a file, in its order; none where there is no file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def replace_records(path: Path, records: Iterable[dict[str, Any]], *, prefix: str | None = None) -> None:
     """Put results into a file, in place of those of the same cases. What is not a number becomes null.
 
@@ -83,8 +89,7 @@ def replace_records(path: Path, records: Iterable[dict[str, Any]], *, prefix: st
     def gone(case: str) -> bool:
         return case in cases if prefix is None else case.startswith(prefix)
 
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [entry for entry in map(json.loads, lines) if not gone(entry["case"])] + records
+    kept = [entry for entry in read_records(path) if not gone(entry["case"])] + records
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
 

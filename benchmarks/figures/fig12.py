@@ -5,21 +5,17 @@
 Shows what `python -m benchmarks.kernels.attention` has measured on a GPU; it measures nothing itself.
 """
 
-import json
-
 from rich.table import Table
 
 from benchmarks.figures.common import quick_options
-from benchmarks.records import command_line
+from benchmarks.records import command_line, read_records
 from benchmarks.serving.study import RESULTS, make_console
 
 
 def kernel_lines() -> list[dict]:
     """Kept results of the attention kernel."""
-    found = []
-    for path in sorted(RESULTS.glob("kernels-*.jsonl")):
-        found += map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [line for line in found if line["ceiling"] is not None]
+    paths = sorted(RESULTS.glob("kernels-*.jsonl"))
+    return [line for path in paths for line in read_records(path) if line["ceiling"] is not None]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,11 +1,10 @@
 """The simulator beside measured points: the same conversations, sizes and policy."""
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.records import record, replace_records
+from benchmarks.records import read_records, record, replace_records
 from benchmarks.serving.study import Point, Study, workload_of
 from host_cache.config import CacheConfig
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
@@ -56,7 +55,7 @@ def compare(study: Study, points: Sequence[Point], device: str = "h200") -> None
         device: name of the simulator's device.
     """
     for path in sorted(study.path.parent.glob(f"{study.bench}-*.jsonl")):
-        kept = {line["case"]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+        kept = {line["case"]: line for line in read_records(path)}
         for point in points:
             line = kept.get(point.case)
             if line is None or point.system not in POLICIES:

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from benchmarks.serving.models import ModelChoice
 from benchmarks.serving.run import Opener, RunSettings, ServerSettings, live, run_once
 from benchmarks.serving.systems.base import System, SystemUnavailableError
 from benchmarks.workloads import TokenConversation, Workload, WorkloadSettings, make_workload, tokenise
-from pensieve_jax.records import ROOT, command_line, commit, gpu, record, replace_records
+from pensieve_jax.records import ROOT, command_line, commit, gpu, read_records, record, replace_records
 from pensieve_jax.versions import processor
 
 SATURATED = 4.0
@@ -237,8 +236,7 @@ def kept_points(path: Path) -> list[dict[str, Any]]:
     """Figures of the served points of a file of results, with `series`, `system`, `rate` and `device`; NaN
     where a figure is unknown."""
     points = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        line = json.loads(text)
+    for line in read_records(path):
         match = POINT_CASE.fullmatch(line["case"])
         if line["metric"] == POINT_METRIC and match is not None and "figures" in line["shapes"]:
             names = {

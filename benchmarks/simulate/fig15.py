@@ -12,12 +12,12 @@ same think time.
 """
 
 import argparse
-import json
 
 from results import IMAGES, RESULTS, keep, line, sharegpt
 from rich.progress import Progress
 
 from benchmarks.curves import throughput_at
+from pensieve_jax.records import read_records
 from pensieve_jax.simulator.plot import write_plot
 from pensieve_jax.simulator.sweep import grid, run_sweep
 
@@ -79,8 +79,7 @@ def kind(keep_state):
 def recorded(keep_state, think_time_s):
     """The points of one server, from the results' file."""
     cases = {}
-    for text in RESULTS.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(text)
+    for entry in read_records(RESULTS):
         if entry["case"].startswith(f"fig15_{kind(keep_state)}{think_time_s:g}_rate"):
             cases.setdefault(entry["case"], dict(entry["shapes"]))[entry["metric"]] = entry["value"]
     return list(cases.values())

@@ -3,10 +3,11 @@
 `python benchmarks/simulate/tables.py`; tables stand between `<!-- begin: NAME -->` and `<!-- end: NAME -->`.
 """
 
-import json
 import re
 
 from results import RESULTS, ROOT
+
+from pensieve_jax.records import read_records
 
 PAGES = [ROOT / "docs" / name for name in ("simulator.md", "policies.md")]
 
@@ -14,8 +15,7 @@ PAGES = [ROOT / "docs" / name for name in ("simulator.md", "policies.md")]
 def entries(prefix):
     """{case: {metric: line}} of the cases that begin with `prefix`, in the file's order."""
     cases = {}
-    for text in RESULTS.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(text)
+    for entry in read_records(RESULTS):
         if entry["case"].startswith(prefix):
             cases.setdefault(entry["case"], {})[entry["metric"]] = entry
     return cases

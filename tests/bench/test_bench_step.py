@@ -1,6 +1,5 @@
 """pensieve bench step: floors by hand, cases on a tiny model, what is kept and shown."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from pensieve_jax.bench.timing import Ceilings, seconds_each
 from pensieve_jax.bench.trace import read_trace
 from pensieve_jax.cli import app
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.records import read_records
 
 SIZE = ModelSize(layer_weights=1000, head_weights=10, itemsize=2, kv_token_bytes=8, attention_flops=16)
 RATES = Ceilings(copy_bytes_per_s=100.0, matmul_flops=1000.0)
@@ -133,7 +133,7 @@ def test_the_command_shows_a_table_and_keeps_lines(tmp_path):
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     assert "decode_b64_ctx1024" in done.output
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = read_records(out)
     assert [line["case"] for line in lines] == [
         "tiny/ceiling_copy",
         "tiny/ceiling_matmul",

@@ -1,10 +1,9 @@
 """The closed loop's tiny form: all turns are served, nothing compiles meanwhile, results are written."""
 
-import json
-
 import pytest
 
 from benchmarks.closed_loop import CASES, main
+from pensieve_jax.records import read_records
 
 ARGS = ["--model", "tiny", "--device-gb", "0.00017", "--host-gb", "0.0005", "--step-tokens", "32"]
 
@@ -13,7 +12,7 @@ def test_tiny_cases(tmp_path, capsys):
     results = tmp_path / "serving.jsonl"
     cases = ["tiny_closed", "tiny_pressure"]
     main([*ARGS, "--cases", *cases, "--results", str(results)])
-    records = [json.loads(line) for line in results.read_text().splitlines()]
+    records = read_records(results)
     found = {(entry["case"], entry["metric"]): entry for entry in records}
     for case in ("tiny_closed", "tiny_closed_stateless", "tiny_pressure"):
         sizes = CASES[case.removesuffix("_stateless")]

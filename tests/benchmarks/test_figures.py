@@ -1,9 +1,10 @@
 """Every figure's script in its quick form: it runs, says what it runs, and keeps its results."""
 
 import importlib
-import json
 
 import pytest
+
+from pensieve_jax.records import read_records
 
 CASES = {
     "fig03": ["fig3_tiny_history0", "fig3_tiny_history64"],
@@ -31,7 +32,7 @@ def no_gpu(monkeypatch):
 
 
 def kept(folder):
-    lines = [json.loads(text) for text in (folder / "serving-cpu.jsonl").read_text().splitlines()]
+    lines = read_records(folder / "serving-cpu.jsonl")
     return {(line["case"], line["metric"]): line for line in lines}
 
 

@@ -1,6 +1,5 @@
 """The serving command: points run, lines are kept, systems that aren't there are left out."""
 
-import json
 import sys
 import weakref
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from benchmarks.serving.models import ModelChoice
 from benchmarks.serving.run import Opener, RunSettings, ServerSettings
 from benchmarks.serving.study import Study, device_label, make_console, rate_points
 from benchmarks.workloads import WorkloadSettings
+from pensieve_jax.records import read_records
 from tests.benchmarks.fake_systems import OneAtATime, StepClock
 
 
@@ -37,7 +37,7 @@ def test_command_keeps_a_line_for_each_point(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "left out: vllm-prefix" in printed
     assert "seeds: [0]" in printed and "command: python" in printed
-    lines = [json.loads(text) for text in (tmp_path / "serving-cpu.jsonl").read_text().splitlines()]
+    lines = read_records(tmp_path / "serving-cpu.jsonl")
     assert [line["case"] for line in lines] == ["serving_pensieve_rate2", "serving_pensieve_rate40"]
     for line in lines:
         figures = line["shapes"]["figures"]
@@ -48,7 +48,7 @@ def test_command_keeps_a_line_for_each_point(tmp_path, capsys, monkeypatch):
         assert f"digest {line['shapes']['digest']}" in printed
     # A second run with the same seed serves the same tokens; its lines take the place of the first ones.
     main(arguments(tmp_path, "--systems", "gpu-only", "--latency-limit", "60"))
-    again = [json.loads(text) for text in (tmp_path / "serving-cpu.jsonl").read_text().splitlines()]
+    again = read_records(tmp_path / "serving-cpu.jsonl")
     assert [line["case"] for line in again[:2]] == [line["case"] for line in lines]
     assert [line["shapes"]["digest"] for line in again[2:]] == [line["shapes"]["digest"] for line in lines]
 
