@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 
 from host_cache.config import CHUNK_TOKENS
+from pallas_kernels.dispatch import runs_here
 from pallas_kernels.kv_write import api as kv_write
 from pallas_kernels.multi_token_attention import api as attention
 from pensieve_jax.config import TierConfig
@@ -23,9 +24,9 @@ def machine_facts() -> dict[str, str]:
     return {
         **{name: package_version(name) for name in PACKAGES},
         "devices": f"{len(devices)} x {', '.join(kinds)} ({devices[0].platform})",
-        "attention": _chosen(filter(attention.runs_here, attention.in_order(decode=False))),
-        "attention, decoding": _chosen(filter(attention.runs_here, attention.in_order(decode=True))),
-        "KV writing": _chosen(filter(kv_write.runs_here, kv_write.IMPLEMENTATIONS)),
+        "attention": _chosen(filter(runs_here, attention.in_order(decode=False))),
+        "attention, decoding": _chosen(filter(runs_here, attention.in_order(decode=True))),
+        "KV writing": _chosen(filter(runs_here, kv_write.IMPLEMENTATIONS)),
     }
 
 

@@ -4,21 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.errors import UnsupportedInputError
+from pallas_kernels.dispatch import run_first
 from pallas_kernels.kv_write.rotary import Rotary
 from pallas_kernels.kv_write.triton import rotate_and_write_triton
 from pallas_kernels.kv_write.xla import kv_write_xla, rotate_and_write_xla
-from pallas_kernels.triton_support import runs_here as triton_runs_here
 
 type Array = jax.Array | np.ndarray
 
 IMPLEMENTATIONS = {"triton": rotate_and_write_triton, "xla": rotate_and_write_xla}
 """Name -> implementation of `rotate_and_write`, in the order in which they are tried."""
-
-
-def runs_here(implementation: str) -> bool:
-    """Whether the default device, and what is installed, suit the implementation."""
-    return implementation != "triton" or triton_runs_here()
 
 
 def kv_write(kv_pages: jax.Array, k: jax.Array, v: jax.Array, pages: Array, slots: Array) -> jax.Array:
@@ -94,17 +88,7 @@ def rotate_and_write(
     if not 0 < 2 * half <= head_dim:
         raise ValueError(f"rotary: got {half} pairs, expected 1 to {head_dim // 2}")
     _check_norms(kv_pages, rotary)
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: got {implementation}, expected {', '.join(IMPLEMENTATIONS)}")
-    for name, run in IMPLEMENTATIONS.items():
-        if name != implementation and (implementation is not None or not runs_here(name)):
-            continue
-        try:
-            return run(kv_pages, qkv, pages, slots, rotary)
-        except UnsupportedInputError:
-            if name == implementation:
-                raise
-    raise AssertionError("the XLA path takes every input")
+    return run_first(IMPLEMENTATIONS, implementation, kv_pages, qkv, pages, slots, rotary)
 
 
 def _check_pool(kv_pages: jax.Array) -> None:

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import UnsupportedInputError
+from pallas_kernels.dispatch import run_first
 from pallas_kernels.multi_token_attention.mosaic import attention_mosaic
 from pallas_kernels.multi_token_attention.plan import AttentionPlan
 from pallas_kernels.multi_token_attention.triton import attention_triton
 from pallas_kernels.multi_token_attention.xla import attention_xla
-from pallas_kernels.triton_support import runs_here as triton_runs_here
 
 IMPLEMENTATIONS = {"mosaic": attention_mosaic, "triton": attention_triton, "xla": attention_xla}
 """Name -> implementation."""
@@ -23,16 +22,6 @@ def in_order(*, decode: bool) -> tuple[str, ...]:
             (`benchmarks/results/kernels-h200.jsonl`).
     """
     return ("triton", "mosaic", "xla") if decode else ("mosaic", "triton", "xla")
-
-
-def runs_here(implementation: str) -> bool:
-    """Whether the default device and what is installed suit it: "mosaic" wants a Hopper GPU."""
-    if implementation == "triton":
-        return triton_runs_here()
-    if implementation != "mosaic":
-        return True
-    device = jax.devices()[0]
-    return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
 
 
 def multi_token_attention(
@@ -87,23 +76,14 @@ def multi_token_attention(
         sliding_window is None or sliding_window >= 1, "sliding_window", sliding_window, "None or at least 1"
     )
     check(logit_soft_cap is None or logit_soft_cap > 0, "logit_soft_cap", logit_soft_cap, "None or above 0")
-    known = ", ".join(IMPLEMENTATIONS)
-    check(
-        implementation is None or implementation in IMPLEMENTATIONS, "implementation", implementation, known
+    order = in_order(decode=plan.block_q == 1 and not plan.batch_invariant)
+    return run_first(
+        {name: IMPLEMENTATIONS[name] for name in order},
+        implementation,
+        q,
+        kv_pages,
+        plan,
+        scale=q.shape[2] ** -0.5 if scale is None else scale,
+        sliding_window=sliding_window,
+        logit_soft_cap=logit_soft_cap,
     )
-    for name in in_order(decode=plan.block_q == 1 and not plan.batch_invariant):
-        if name != implementation and (implementation is not None or not runs_here(name)):
-            continue
-        try:
-            return IMPLEMENTATIONS[name](
-                q,
-                kv_pages,
-                plan,
-                scale=q.shape[2] ** -0.5 if scale is None else scale,
-                sliding_window=sliding_window,
-                logit_soft_cap=logit_soft_cap,
-            )
-        except UnsupportedInputError:
-            if name == implementation:
-                raise
-    raise AssertionError("the XLA path takes every input")

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.errors import UnsupportedInputError
+from pallas_kernels.mosaic_support import interpreter, swizzled
 from pallas_kernels.multi_token_attention.mosaic_common import LOG2E, NEVER, KernelShape, aligned
 from pallas_kernels.multi_token_attention.mosaic_device import clear_rows
 from pallas_kernels.multi_token_attention.mosaic_output import Outputs, merge_interpreted
@@ -143,7 +144,7 @@ def _attention_call(
     shape: KernelShape, schedule: Schedule, q: jax.Array, kv_pages: jax.Array, page_table: jax.Array
 ) -> jax.Array:
     dtype, head_dim = shape.dtype, shape.head_dim
-    tiled, exact = _swizzled(dtype), _swizzled(jnp.float32)
+    tiled, exact = swizzled(dtype, head_dim), swizzled(jnp.float32, head_dim)
     outputs = (
         plgpu.SMEM((2, TILE_Q, head_dim), dtype, transforms=tiled),
         plgpu.SMEM((2, TILE_Q, head_dim), dtype),
@@ -180,7 +181,7 @@ def _attention_call(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        **shape.interpreted,
+        **interpreter(shape.interpret),
     )
     by_head = q.reshape(-1, shape.head_dim)
     inputs = (schedule.runs, schedule.items, schedule.arrived, page_table, q, by_head, kv_pages)
@@ -189,15 +190,6 @@ def _attention_call(
         return out
     return jnp.asarray(
         merge_interpreted(shape, np.asarray(schedule.items), *map(np.array, (out, part_out, part_lse)))
-    )
-
-
-def _swizzled(dtype: Any) -> tuple[Any, ...]:
-    """Tiles of 8 rows of 128 bytes, as the matrix unit and the copy engine want them."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    return (
-        plgpu.TilingTransform((ALIGN, columns)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
     )
 
 
@@ -747,7 +739,7 @@ class _Consumer:
         """Zeros over the values past the row's end, which may be NaN: a weight of 0 wouldn't hide them."""
         rows = self.slot(slot)
         if self.shape.interpret is None:
-            clear_rows(rows, _swizzled(self.shape.dtype), valid)
+            clear_rows(rows, swizzled(self.shape.dtype, self.shape.head_dim), valid)
             return
         row = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=WGMMA)
         rows[...] = jnp.where(row < valid, rows[...], jnp.zeros(rows.shape, rows.dtype))

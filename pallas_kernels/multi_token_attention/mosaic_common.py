@@ -30,11 +30,6 @@ class KernelShape:
     """`plgpu.InterpretGPUParams` on a machine without the GPU; None: compile."""
 
     @property
-    def interpreted(self) -> dict[str, Any]:
-        """Arguments of `plgpu.kernel` that choose the interpreter."""
-        return {} if self.interpret is None else {"interpret": self.interpret}
-
-    @property
     def stride(self) -> int:
         return narrow_stride(self.group)
 

@@ -19,6 +19,8 @@ from functools import partial
 import jax
 import numpy as np
 
+from pallas_kernels.mosaic_support import NUM_SMS
+
 BLOCK_KV = 128
 """Keys of one step: four pages of 32 tokens."""
 TILE_Q = 64
@@ -26,8 +28,6 @@ TILE_Q = 64
 ALIGN = 8
 """Rows that the bulk copy engine moves at once between global and swizzled shared memory; they are aligned to
 it in both."""
-NUM_SMS = 132
-"""Streaming multiprocessors of an H100 or H200 (SXM)."""
 NARROW_COST = 0.45
 """Time of a narrow block beside that of a wide one, when both kinds run at once: a narrow block is 64 KB of
 KV, a wide one besides 8.4 MFLOP."""

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.multi_token_attention import runs_here
+from pallas_kernels.dispatch import runs_here
 from pallas_kernels.norm.mosaic import MAX_FEATURES, VECTOR, WARPGROUP, norm_mosaic
 from pallas_kernels.norm.xla import layer_norm_xla, rms_norm_xla
 from pallas_kernels.skinny_matmul import MAX_TOKENS
@@ -27,7 +27,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     """
     _check(x, scale=scale)
     if _has_kernel(x, scale):
-        return _run_mosaic(x, scale, None, epsilon=epsilon, centred=False)
+        return _run_mosaic(x, scale, None, epsilon=epsilon)
     return rms_norm_xla(x, scale, epsilon=epsilon)
 
 
@@ -48,7 +48,7 @@ def layer_norm(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *,
     """
     _check(x, scale=scale, bias=bias)
     if scale is not None and bias is not None and _has_kernel(x, scale, bias):
-        return _run_mosaic(x, scale, bias, epsilon=epsilon, centred=True)
+        return _run_mosaic(x, scale, bias, epsilon=epsilon)
     return layer_norm_xla(x, scale, bias, epsilon=epsilon)
 
 
@@ -71,5 +71,5 @@ def _has_kernel(x: jax.Array, *parameters: jax.Array) -> bool:
     )
 
 
-_run_mosaic: Any = jax.jit(norm_mosaic, static_argnames=("epsilon", "centred", "interpret"))
+_run_mosaic: Any = jax.jit(norm_mosaic, static_argnames=("epsilon", "interpret"))
 """Traced and lowered once for all calls that are alike."""

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_support import interpreter
+
 WARPGROUP = 128
 VECTOR = 8
 """Elements that a thread loads at once: 16 bytes."""
@@ -25,21 +27,20 @@ def norm_mosaic(
     bias: jax.Array | None,
     *,
     epsilon: float,
-    centred: bool,
     interpret: Any = None,
 ) -> jax.Array:
-    """The root-mean-square norm, or the layer norm if `centred`.
+    """The root-mean-square norm, or, with a bias, the layer norm.
 
     Args:
         x: [num_tokens, features], a multiple of 1024 features.
         scale: [features].
-        bias: [features] or None.
+        bias: [features]; None for the root-mean-square norm, which takes no mean away and rounds before the
+            scale.
         epsilon: added to the variance.
-        centred: whether the mean is taken away; the root-mean-square norm rounds before the scale.
         interpret: `plgpu.InterpretGPUParams` on a machine without the GPU; None: compile.
     """
     kernel = plgpu.kernel(
-        partial(_norm, epsilon, centred, bias is not None, interpret is not None),
+        partial(_norm, epsilon, bias is not None, interpret is not None),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(x.shape[0],),
         grid_names=("row",),
@@ -47,12 +48,12 @@ def norm_mosaic(
             approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         kernel_name="norm",
-        **({} if interpret is None else {"interpret": interpret}),
+        **interpreter(interpret),
     )
     return kernel(x, scale, *([] if bias is None else [bias]))
 
 
-def _norm(epsilon: float, centred: bool, biased: bool, interpreted: bool, x: Any, *refs: Any) -> None:
+def _norm(epsilon: float, biased: bool, interpreted: bool, x: Any, *refs: Any) -> None:
     scale, bias, out = (refs[0], refs[1], refs[2]) if biased else (refs[0], None, refs[1])
     features = x.shape[1]
     layout = plgpu.Layout.WG_STRIDED((features,), VECTOR)
@@ -62,13 +63,11 @@ def _norm(epsilon: float, centred: bool, biased: bool, interpreted: bool, x: Any
         plgpu.griddepcontrol_wait()
     row = lax.axis_index("row")
     wide = plgpu.load(x.at[row], layout=layout).astype(jnp.float32)
-    if centred:
+    if bias is not None:
         wide -= jnp.sum(wide) / features
     wide *= lax.rsqrt(jnp.sum(wide * wide) / features + epsilon)
-    if centred:
-        wide *= weight.astype(jnp.float32)
-        if bias is not None:
-            wide += plgpu.load(bias, layout=layout).astype(jnp.float32)
-        out[row] = wide.astype(out.dtype)
-    else:
+    if bias is None:
         out[row] = wide.astype(out.dtype) * weight
+    else:
+        wide = wide * weight.astype(jnp.float32) + plgpu.load(bias, layout=layout).astype(jnp.float32)
+        out[row] = wide.astype(out.dtype)

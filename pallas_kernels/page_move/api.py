@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.dispatch import run_first, runs_here
 from pallas_kernels.page_move.triton import copy_pages_triton
-from pallas_kernels.triton_support import runs_here as triton_runs_here
 
 type Array = jax.Array | np.ndarray
 
@@ -34,7 +34,7 @@ def scatter_pages(kv_pages: jax.Array, staged: jax.Array, pages: jax.Array) -> j
     Returns:
         the pool with the pages written.
     """
-    if triton_runs_here():  # XLA's scatter reaches an eighth of the rate
+    if runs_here("triton"):  # XLA's scatter reaches an eighth of the rate
         return copy_pages_triton(kv_pages, staged, pages, jnp.arange(pages.shape[0], dtype=jnp.int32))
     return _scatter_pages_xla(kv_pages, staged, pages)
 
@@ -75,11 +75,7 @@ def copy_pages(
     if target_pages.ndim != 1 or target_pages.shape != source_pages.shape:
         shapes = f"{target_pages.shape}, {source_pages.shape}"
         raise ValueError(f"target_pages, source_pages: got shapes {shapes}, expected [n] twice")
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: got {implementation}, expected {', '.join(IMPLEMENTATIONS)}")
-    if implementation is None:
-        implementation = "triton" if triton_runs_here() else "xla"
-    return IMPLEMENTATIONS[implementation](target, source, target_pages, source_pages)
+    return run_first(IMPLEMENTATIONS, implementation, target, source, target_pages, source_pages)
 
 
 def _scatter_pages_xla(kv_pages: jax.Array, staged: jax.Array, pages: Array) -> jax.Array:

@@ -1,20 +1,18 @@
 """The public function: checks its arguments and picks an implementation."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import run_first
 from pallas_kernels.errors import UnsupportedInputError
-from pallas_kernels.multi_token_attention import runs_here
 from pallas_kernels.skinny_matmul.epilogue import Epilogue
 from pallas_kernels.skinny_matmul.mosaic import ACTIVATIONS, skinny_matmul_mosaic
 from pallas_kernels.skinny_matmul.tiling import ALIGN, MAX_TOKENS, plan_tiling
 from pallas_kernels.skinny_matmul.xla import skinny_matmul_xla
-
-IMPLEMENTATIONS = ("mosaic", "xla")
-"""In the order in which they are tried."""
 
 
 def products(
@@ -41,7 +39,7 @@ def products(
         out_dtype: of the results; None: x's.
         overlap: whether the kernel may read weights while the one just before it on the device still writes.
             Only right for weights that are inputs of the whole computation.
-        implementation: one of `IMPLEMENTATIONS`; None: the first that runs on the default device and takes
+        implementation: "mosaic" or "xla"; None: the first that runs on the default device and takes
             the input: the Hopper kernel takes up to `MAX_TOKENS` tokens. A named one is compiled for whatever
             device the call is lowered for.
 
@@ -53,18 +51,19 @@ def products(
         ValueError: shapes or dtypes don't fit together, or the implementation is unknown.
         UnsupportedInputError: the named implementation doesn't take the input.
     """
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation: got {implementation}, expected one of {IMPLEMENTATIONS}")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     epilogue = Epilogue(biased=bool(biases), activation=activation, gated=gated, adds=add is not None)
     _check(x, weights, biases, add, epilogue, out_dtype)
-    if implementation == "mosaic" or (implementation is None and runs_here("mosaic")):
-        try:
-            return _mosaic(x, weights, biases, add, epilogue, out_dtype, overlap)
-        except UnsupportedInputError:
-            if implementation == "mosaic":
-                raise
-    return skinny_matmul_xla(x, weights, biases, add, epilogue=epilogue, out_dtype=out_dtype)
+    return run_first(
+        {"mosaic": partial(_mosaic, overlap=overlap), "xla": skinny_matmul_xla},
+        implementation,
+        x,
+        weights,
+        biases,
+        add,
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+    )
 
 
 def _check(
@@ -102,6 +101,7 @@ def _mosaic(
     weights: Sequence[jax.Array],
     biases: Sequence[jax.Array],
     add: jax.Array | None,
+    *,
     epilogue: Epilogue,
     out_dtype: Any,
     overlap: bool,

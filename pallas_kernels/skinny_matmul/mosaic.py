@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_support import interpreter, swizzled
 from pallas_kernels.skinny_matmul.epilogue import Epilogue
 from pallas_kernels.skinny_matmul.tiling import ALIGN, ROWS, Tiling
 
@@ -65,7 +66,7 @@ def skinny_matmul_mosaic(
     together = epilogue.together
     own = tiling.features // tiling.splits
     rows = tiling.consumers * ROWS
-    tiled, exact = _swizzled(x.dtype, tiling.block_k), _swizzled(jnp.float32, own)
+    tiled, exact = swizzled(x.dtype, tiling.block_k), swizzled(jnp.float32, own)
     scratch: dict[str, Any] = {
         "ring_x": plgpu.SMEM((tiling.num_slots, rows, tiling.block_k), x.dtype, transforms=tiled),
         "ring_w": [
@@ -100,19 +101,9 @@ def skinny_matmul_mosaic(
         ),
         kernel_name="skinny_matmul",
         **clusters,
-        **({} if interpret is None else {"interpret": interpret}),
+        **interpreter(interpret),
     )
     return kernel(x, *weights, *biases, *([] if add is None else [add]))
-
-
-def _swizzled(dtype: Any, columns: int) -> tuple[Any, ...]:
-    """Tiles of 8 rows of at most 128 bytes, as the matrix unit and the copy engine want them."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * itemsize * 8)
-    return (
-        plgpu.TilingTransform((ALIGN, swizzle // itemsize)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
-    )
 
 
 def _skinny_matmul(

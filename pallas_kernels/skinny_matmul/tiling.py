@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-NUM_SMS = 132
-"""Streaming multiprocessors of an H100 or H200 (SXM)."""
+from pallas_kernels.mosaic_support import NUM_SMS
+
 CLUSTERED_SMS = {1: NUM_SMS, 2: NUM_SMS, 4: 120}
 """CTAs in clusters of each size that surely run at once: a cluster lies in one of the chip's eight parts,
 which have 14 to 18 multiprocessors each. One that has to wait would double the time."""

@@ -9,13 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.multi_token_attention import (
-    BLOCK_Q,
-    AttentionPlan,
-    plan_attention,
-    runs_here,
-    tile_tokens,
-)
+from pallas_kernels.dispatch import runs_here
+from pallas_kernels.multi_token_attention import BLOCK_Q, AttentionPlan, plan_attention, tile_tokens
 from pensieve_jax.core.plans import Row, SampleRequest
 from pensieve_jax.models.interface import ModelSpec
 from pensieve_jax.worker.sampling import SamplingArrays, sampling_arrays

@@ -45,10 +45,10 @@ def main() -> None:
             )
 
         report(name, run, abstract(tokens, contracted), [abstract(n, contracted) for n in sizes], biases, add)
-    for centred in (False, True):
+    for biased in (False, True):
         report(
-            f"norm_{centred}",
-            lambda x, scale, centred=centred: norm_mosaic(x, scale, scale, epsilon=1e-5, centred=centred),
+            f"norm_{biased}",
+            lambda x, scale, biased=biased: norm_mosaic(x, scale, scale if biased else None, epsilon=1e-5),
             abstract(64, 5120),
             abstract(5120),
         )

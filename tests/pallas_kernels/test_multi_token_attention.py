@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import dispatch
 from pallas_kernels.multi_token_attention import (
     api,
     multi_token_attention,
@@ -93,7 +94,7 @@ def test_decode_batches_go_to_triton_unless_they_must_be_invariant(monkeypatch):
     chosen = []
     for name in api.IMPLEMENTATIONS:
         monkeypatch.setitem(api.IMPLEMENTATIONS, name, lambda *_, name=name, **__: chosen.append(name))
-    monkeypatch.setattr(api, "runs_here", lambda name: True)
+        monkeypatch.setitem(dispatch.RUNS_HERE, name, lambda: True)
     pages = [np.zeros(3, np.int32)]
     pool, q = jnp.zeros((1, 2, 1, 32, 16)), jnp.zeros((4, 2, 16))
     sizes = {"kv_lens": [70], "pages": pages, "max_rows": 4, "max_pages": 3, "max_tokens": 4}

@@ -31,7 +31,6 @@ def test_the_kernel_matches_float64(centred):
         jnp.asarray(scale),
         jnp.asarray(bias) if centred else None,
         epsilon=EPSILON,
-        centred=centred,
         interpret=plgpu.InterpretGPUParams(),
     )
     np.testing.assert_allclose(np.asarray(got, np.float64), expected(x, scale, bias, centred), atol=5e-3)

@@ -82,7 +82,7 @@ def test_a_long_chain_of_early_starts_is_right():
     @jax.jit
     def chain(x, weights):
         for w in weights:
-            h = norm_mosaic(x, scale, None, epsilon=1e-5, centred=False)
+            h = norm_mosaic(x, scale, None, epsilon=1e-5)
             (x,) = products(h, [w], add=x, overlap=True, implementation="mosaic")
         return x
 
@@ -102,7 +102,7 @@ def test_a_long_chain_of_early_starts_is_right():
 @pytest.mark.parametrize("tokens", [1, 8, 128])
 def test_norms_match_float32(tokens):
     x, scale, bias = normal(0, tokens, 5120), 1 + normal(1, 5120) / 8, normal(2, 5120)
-    got = norm_mosaic(x, scale, None, epsilon=1e-5, centred=False)
+    got = norm_mosaic(x, scale, None, epsilon=1e-5)
     assert relative_error(got, rms_norm_xla(wide(x), wide(scale), epsilon=1e-5)) < TOLERANCE
-    got = norm_mosaic(x, scale, bias, epsilon=1e-5, centred=True)
+    got = norm_mosaic(x, scale, bias, epsilon=1e-5)
     assert relative_error(got, layer_norm_xla(wide(x), wide(scale), wide(bias), epsilon=1e-5)) < TOLERANCE

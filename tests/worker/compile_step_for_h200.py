@@ -17,10 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
 
-import pallas_kernels.kv_write.api
-import pallas_kernels.multi_token_attention.api
-import pallas_kernels.norm.api
-import pallas_kernels.skinny_matmul.api
+from pallas_kernels.dispatch import RUNS_HERE
 from pensieve_jax.core.plans import Row, SampleRequest
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.models.families import abstract_model
@@ -29,13 +26,8 @@ from pensieve_jax.parallel import TENSOR_AXIS, partition_specs
 from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, pack
 from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
 
-for api in (
-    pallas_kernels.multi_token_attention.api,
-    pallas_kernels.norm.api,
-    pallas_kernels.skinny_matmul.api,
-):
-    api.runs_here = lambda _: True  # what is compiled for is not the default device
-pallas_kernels.kv_write.api.triton_runs_here = lambda: True
+# What is compiled for is not the default device.
+RUNS_HERE.update(dict.fromkeys(RUNS_HERE, lambda: True))
 triton_lib.triton_kernel_call_lib.get_compute_capability = lambda device: 90
 
 LAYERS, PAGE_TOKENS = 2, 32
