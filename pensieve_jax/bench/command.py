@@ -1,5 +1,6 @@
 """The command `pensieve bench step`."""
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -46,27 +47,36 @@ def bench_step(
     preset, cases, console = find_preset(model), _chosen("only", only), Console()
     name, driver = gpu() or (None, None)
     device = jax.devices()[0].device_kind if name is None else name
-    results, kernels = [], []
+    results = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     errors = Console(stderr=True)
+    begin = time.perf_counter()
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("making the model", total=len(cases))
+        task = progress.add_task("", total=len(cases))
+
+        def say(text: str) -> None:
+            progress.update(task, description=text)
+            if not errors.is_terminal:
+                errors.print(f"{time.perf_counter() - begin:6.1f} s: {text}", highlight=False)
+
+        say("making the model")
         bench = StepBench(preset, cases, num_shards=num_shards, step_tokens=step_tokens)
         try:
-            progress.update(task, description="compiling")
+            chosen = [] if trace is None else _among(bench.cases, "traced", traced)
+            seen = {case: trace / case.name for case in chosen if trace is not None}
+            say("compiling")
             for _ in bench.compile():
                 pass
             for case in bench.cases:
-                progress.update(task, description=case.name)
+                say(case.name)
                 results.append(bench.measure(case))
                 if out is not None:  # as they come, so that a run that is cut short leaves something
                     lines = records(bench, results, model=model, device=name, driver=driver)
                     replace_records(out, lines)
+                if case in seen:
+                    found = record_trace(partial(bench.once, case), seen[case])
+                    console.print(f"trace: {trace}" if found is None else trace_table(case.name, found))
                 progress.advance(task)
-            if trace is not None:
-                for case in _among(bench.cases, "traced", traced):
-                    found = record_trace(partial(bench.once, case), trace / case.name)
-                    kernels.append(f"trace: {trace}" if found is None else trace_table(case.name, found))
         finally:
             bench.close()
     console.print(
@@ -75,8 +85,6 @@ def bench_step(
     if preset.scale > 1:
         console.print(f"sizes of the cases are divided by {preset.scale}", highlight=False)
     console.print(results_table(results))
-    for table in kernels:
-        console.print(table)
     if out is not None:
         console.print(f"results: {out}", highlight=False, soft_wrap=True)
 

@@ -17,7 +17,7 @@ from host_cache.plan import PageCopy
 from pensieve_jax.bench.cases import Case, Kind
 from pensieve_jax.bench.floor import Floor, ModelSize, step_floor
 from pensieve_jax.bench.presets import Preset
-from pensieve_jax.bench.timing import Ceilings, measure_ceilings, seconds_each
+from pensieve_jax.bench.timing import Ceilings, measure_ceilings, one_more_s, seconds_each
 from pensieve_jax.core.plans import Row, SampleRequest, StepPlan
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.models.presets import random_model
@@ -278,7 +278,7 @@ class StepBench:
         few, many = plans[: STEPS // 4], plans
         some_s, all_s = (_median_s(partial(self._run_ahead, some)) for some in (few, many))
         alone = self._measure_steps(case).seconds
-        seconds = (all_s - some_s) / (len(many) - len(few))
+        seconds = one_more_s(len(few), some_s, len(many), all_s)
         return self._result(case, seconds, {"device alone": alone}, first_call_s)
 
     def _worker_plans(self, case: Case) -> list[StepPlan]:

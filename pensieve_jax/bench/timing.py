@@ -44,7 +44,11 @@ def seconds_each(
             times.append(time.perf_counter() - start)
         return statistics.median(times)
 
-    few_s, many_s = median_s(few), median_s(many)
+    return one_more_s(few, median_s(few), many, median_s(many))
+
+
+def one_more_s(few: int, few_s: float, many: int, many_s: float) -> float:
+    """Time of one more of several in a row, by the times of `few` and of `many`."""
     if many_s <= few_s:  # work so short that only noise is left
         return many_s / many
     return (many_s - few_s) / (many - few)

@@ -15,7 +15,8 @@ from host_cache.transfer import PageMover, PinnedPool
 from pensieve_jax.core.plans import Row
 from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, batch_sampling, pack
-from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
+from pensieve_jax.worker.runner import ModelRunner
+from pensieve_jax.worker.step_functions import KV_SPEC
 
 LEAST_S = 0.05
 """Steps are dispatched one after the other for at least this long, so that the host's work hides."""

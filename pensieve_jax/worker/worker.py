@@ -38,8 +38,9 @@ from pensieve_jax.worker.batch import (
     padded,
 )
 from pensieve_jax.worker.compilations import compile_together
-from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
+from pensieve_jax.worker.runner import ModelRunner
 from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, to_sampled_tokens
+from pensieve_jax.worker.step_functions import KV_SPEC
 
 COPIED_AT_ONCE = 64
 """Pages that are gathered at once for the host: on their way they take device memory a second time."""

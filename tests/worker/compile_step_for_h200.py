@@ -12,7 +12,6 @@ import re
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
@@ -22,9 +21,9 @@ from pensieve_jax.core.plans import Row, SampleRequest
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.models.families import abstract_model
 from pensieve_jax.models.presets import preset
-from pensieve_jax.parallel import TENSOR_AXIS, partition_specs
+from pensieve_jax.parallel import TENSOR_AXIS
 from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, pack
-from pensieve_jax.worker.runner import KV_SPEC, ModelRunner
+from pensieve_jax.worker.step_functions import KV_SPEC, StepFunctions, split_model
 
 # What is compiled for is not the default device.
 RUNS_HERE.update(dict.fromkeys(RUNS_HERE, lambda: True))
@@ -42,22 +41,19 @@ CASES = {
 """Name -> (dimensions, GPUs, rows, query tokens of each, context of each)."""
 
 
-class AbstractRunner(ModelRunner):
-    """A runner whose weights and pools are shapes."""
+class AbstractStep:
+    """The functions of a step, with weights and pools that are shapes."""
 
     def __init__(self, name: str, mesh: Mesh, num_pages: int) -> None:
         model = abstract_model(
             dict(preset(name)) | {"num_hidden_layers": LAYERS}, dtype=np.dtype(jax.numpy.bfloat16)
         )
-        self.spec, self.mesh, self.num_shards = model.spec, mesh, mesh.size
-        self._axis = TENSOR_AXIS if mesh.size > 1 else None
-        graphs, states = zip(
-            *(nnx.split(p) for p in (model.embedding, *model.layers, model.head)), strict=True
-        )
-        self._specs = [partition_specs(state, num_shards=mesh.size) for state in states]
-        self.graphs = graphs
-        self.states = [
-            jax.tree.map(self.placed, state, specs) for state, specs in zip(states, self._specs, strict=True)
+        self.spec, self.mesh = model.spec, mesh
+        parts, weights = split_model(model, num_shards=mesh.size)
+        self.functions = StepFunctions(model.spec, parts, mesh)
+        self.weights = [
+            [self.placed(leaf, split) for leaf, split in zip(leaves, part.specs, strict=True)]
+            for leaves, part in zip(weights, parts, strict=True)
         ]
         pool = (num_pages, 2, self.spec.num_kv_heads, PAGE_TOKENS, self.spec.head_dim)
         self.pools = [self.placed(jax.ShapeDtypeStruct(pool, self.spec.dtype), KV_SPEC)] * LAYERS
@@ -69,8 +65,8 @@ class AbstractRunner(ModelRunner):
 def main() -> None:
     for case, (name, num_gpus, rows, tokens, context) in CASES.items():
         pages = -(-context // PAGE_TOKENS)
-        runner = AbstractRunner(name, Mesh(np.array(devices(num_gpus)), (TENSOR_AXIS,)), rows * pages)
-        spec = runner.spec
+        step = AbstractStep(name, Mesh(np.array(devices(num_gpus)), (TENSOR_AXIS,)), rows * pages)
+        spec = step.spec
         shapes = BatchShapes(
             num_pages=rows * pages,
             page_tokens=PAGE_TOKENS,
@@ -93,16 +89,9 @@ def main() -> None:
             shapes,
             PreviousSamples(token_ids=np.zeros(shapes.max_samples, np.int32), places={}),
         )
-        compiled = (
-            jax.jit(runner._whole_step, static_argnames="graphs", donate_argnames="pools")
-            .lower(
-                graphs=runner.graphs,
-                states=runner.states,
-                pools=runner.pools,
-                batch=jax.tree.map(lambda x, r=runner: r.placed(x, P()), batch),
-            )
-            .compile()
-        )
+        placed = jax.tree.map(lambda x, step=step: step.placed(x, P()), batch)
+        whole = jax.jit(step.functions.whole, donate_argnames="pools")
+        compiled = whole.lower(step.weights, step.pools, placed).compile()
         memory, text = compiled.memory_analysis(), compiled.as_text()
         entry = text[text.index("ENTRY") :]
         launches = re.findall(r" (fusion|custom-call|copy|all-reduce|all-reduce-start)\(", entry)
@@ -110,7 +99,7 @@ def main() -> None:
             json.dumps(
                 {
                     "case": case,
-                    "pool_bytes": sum(int(np.prod(pool.shape)) * 2 for pool in runner.pools) // num_gpus,
+                    "pool_bytes": sum(int(np.prod(pool.shape)) * 2 for pool in step.pools) // num_gpus,
                     "in_place_bytes": memory.alias_size_in_bytes,
                     "temp_bytes": memory.temp_size_in_bytes,
                     "launches": len(launches),
