@@ -127,6 +127,10 @@ class Ledger:
         """Whether its device page can be had at once."""
         return bool(_EVICTABLE[self.flags[chunk]])
 
+    def count_evictable(self, chunks: np.ndarray) -> int:
+        """How many of these chunks, i32[n], have device pages that can be had at once."""
+        return int(_EVICTABLE_MANY[self._flags[chunks]].sum())
+
     def sharers(self, chunk: int) -> list[CachedConversation]:
         """The conversations it belongs to."""
         return self._sharers.get(chunk) or [self.owner(chunk)]

@@ -232,8 +232,7 @@ class CacheManager:
         flags = ledger.flags_of(kept)
         on_device = flags & DEVICE != 0
         needed = self.config.pages_for(num_tokens) - int(np.count_nonzero(on_device))
-        own_evictable = int(np.count_nonzero(flags & (DEVICE | PINNED | LOADING) == DEVICE))
-        short = needed + reserve_pages > self.num_available - own_evictable
+        short = needed + reserve_pages > self.num_available - ledger.count_evictable(kept)
         if short or np.any(flags & (DEVICE | ARRIVING) == ARRIVING):
             for chunk in adopted:
                 self._detach(chunk, conversation)
@@ -436,7 +435,7 @@ class CacheManager:
 
     def _load_idle(self, conversation: CachedConversation, now: float) -> Iterable[PageCopy]:
         ledger = self._ledger
-        own = sum(chunk != NONE and ledger.evictable(chunk) for chunk in conversation.chunks)
+        own = ledger.count_evictable(conversation.present())
         chunks = conversation.chunks
         for index in reversed(range(len(chunks))):  # what costs most to recompute first
             if self.num_available - own <= self.config.reserve_pages:

@@ -198,7 +198,7 @@ def recompute_cost(
 def batch_shapes(spec: ModelSpec, config: EngineConfig, num_shards: int, num_pages: int) -> BatchShapes:
     """The limits of the engine's batches over a pool of so many pages."""
     page_tokens = config.tiers.page_tokens
-    max_context = min(config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens)
+    max_context = spec.context_limit(config.max_context_tokens)
     return BatchShapes(
         num_pages=num_pages,
         page_tokens=page_tokens,

@@ -65,9 +65,7 @@ class TurnLoop:
         clock: seconds.
         """
         self.parts = parts
-        self.max_context_tokens = min(
-            config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens
-        )
+        self.max_context_tokens = spec.context_limit(config.max_context_tokens)
         self._config = config
         self._conversations = conversations
         self._spec = spec

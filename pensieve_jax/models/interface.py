@@ -55,6 +55,11 @@ class ModelSpec:
     dtype: np.dtype
     sliding_window: int | None = None
 
+    def context_limit(self, asked: int | None) -> int:
+        """Tokens that a conversation may have: as many as are asked for, at most as the model takes; None:
+        just as many as it takes."""
+        return min(asked or self.max_context_tokens, self.max_context_tokens)
+
 
 @runtime_checkable
 class LayerContext(Protocol):

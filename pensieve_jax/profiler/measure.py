@@ -100,7 +100,7 @@ def measure_profile(
     """
     spec, mesh = model.spec, make_mesh(num_shards)
     device = mesh.devices.flat[0]
-    limit = min(config.max_context_tokens or spec.max_context_tokens, spec.max_context_tokens)
+    limit = spec.context_limit(config.max_context_tokens)
     cost_rows, num_pages = _fit(model, config, limit, num_shards, device)
     tokens = _token_counts(config)
     shapes = BatchShapes(

@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from host_cache.errors import TransferError
 from host_cache.plan import PageCopy
-from host_cache.transfer import PageMover, PinnedPool
+from host_cache.transfer import PageMover
 from pensieve_jax.core.plans import Row
 from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, batch_sampling, pack
+from pensieve_jax.worker.host_pool import host_pool
 from pensieve_jax.worker.runner import ModelRunner
 from pensieve_jax.worker.step_functions import KV_SPEC
 
@@ -77,18 +78,7 @@ class StepTimer:
             TransferError: the host can't give the memory.
         """
         runner, spec, mesh = self._runner, self._runner.spec, self._runner.mesh
-        pool = PinnedPool(
-            num_layers=spec.num_layers,
-            num_pages=num_pages,
-            page_shape=(
-                2,
-                spec.num_kv_heads // mesh.devices.size,
-                self._shapes.page_tokens,
-                spec.head_dim,
-            ),
-            dtype=spec.dtype,
-            devices=list(mesh.devices.flat),
-        )
+        pool = host_pool(spec, num_pages=num_pages, page_tokens=self._shapes.page_tokens, mesh=mesh)
         mover = PageMover(pool, NamedSharding(mesh, KV_SPEC))
         pages = np.arange(num_pages, dtype=np.int32)
         plan = tuple(PageCopy(device_page=int(page), host_page=int(page)) for page in pages)

@@ -22,7 +22,6 @@ from host_cache.transfer import (
     Mover,
     PageChecksums,
     PageMover,
-    PinnedPool,
 )
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.plans import SampleRequest, StepPlan, StepResult, StepStart
@@ -38,6 +37,7 @@ from pensieve_jax.worker.batch import (
     padded,
 )
 from pensieve_jax.worker.compilations import compile_together
+from pensieve_jax.worker.host_pool import host_pool
 from pensieve_jax.worker.runner import ModelRunner
 from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, to_sampled_tokens
 from pensieve_jax.worker.step_functions import KV_SPEC
@@ -365,7 +365,6 @@ def build_worker(
         InvalidArgumentError: the model doesn't divide over the mesh, or the device can't give the memory.
         TransferError: the host can't give the memory.
     """
-    spec = model.spec
     try:
         runner = ModelRunner(model, num_pages=shapes.num_pages, page_tokens=shapes.page_tokens, mesh=mesh)
     except jax.errors.JaxRuntimeError as error:
@@ -374,12 +373,11 @@ def build_worker(
         ) from error
     mover: Mover | None = None
     if host_pages:
-        pool = PinnedPool(
-            num_layers=spec.num_layers,
+        pool = host_pool(
+            model.spec,
             num_pages=host_pages,
-            page_shape=(2, spec.num_kv_heads // mesh.devices.size, shapes.page_tokens, spec.head_dim),
-            dtype=spec.dtype,
-            devices=list(mesh.devices.flat),
+            page_tokens=shapes.page_tokens,
+            mesh=mesh,
             check_memory=check_host_memory,
             progress=progress,
         )

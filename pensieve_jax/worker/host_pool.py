@@ -1,0 +1,41 @@
+"""The host tier's memory for a model."""
+
+from collections.abc import Callable
+
+from jax.sharding import Mesh
+
+from host_cache.transfer import PinnedPool
+from pensieve_jax.models.interface import ModelSpec
+
+
+def host_pool(
+    spec: ModelSpec,
+    *,
+    num_pages: int,
+    page_tokens: int,
+    mesh: Mesh,
+    check_memory: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> PinnedPool:
+    """Allocate host pages for a model's KV, split over the devices as the device pool is.
+
+    Args:
+        spec: of the model.
+        num_pages: pages of the host tier.
+        page_tokens: tokens of a page.
+        mesh: the devices to spread over.
+        check_memory: refuse more memory than is available.
+        progress: called with (bytes done, bytes in all).
+
+    Raises:
+        TransferError: the host can't give the memory.
+    """
+    return PinnedPool(
+        num_layers=spec.num_layers,
+        num_pages=num_pages,
+        page_shape=(2, spec.num_kv_heads // mesh.devices.size, page_tokens, spec.head_dim),
+        dtype=spec.dtype,
+        devices=list(mesh.devices.flat),
+        check_memory=check_memory,
+        progress=progress,
+    )
