@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from host_cache.plan import PageCopy
 from pensieve_jax.bench.cases import Case, Kind
-from pensieve_jax.bench.floor import Floor, ModelSize, step_floor
+from pensieve_jax.bench.floor import Floor, step_floor
 from pensieve_jax.bench.presets import Preset
 from pensieve_jax.bench.timing import Ceilings, measure_ceilings, one_more_s, seconds_each
 from pensieve_jax.core.plans import Row, SampleRequest, StepPlan
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.models.presets import random_model
+from pensieve_jax.models.shape import num_parameters, shape_of
 from pensieve_jax.parallel import make_mesh
 from pensieve_jax.worker.batch import (
     BatchArrays,
@@ -103,7 +104,8 @@ class StepBench:
         self.ceilings: Ceilings = measure_ceilings(self.device, scale=preset.scale)
         self.cases = [case.scaled(preset.scale) for case in cases]
         model = random_model(preset.config, dtype=np.dtype(jnp.dtype(preset.dtype)), mesh=self.mesh)
-        self.size = ModelSize.of(model, num_shards)
+        self.model_shape = shape_of(model, num_shards)
+        self._head_parameters = num_parameters(model.head)
         self.spec = model.spec
         needed = [_pages(case.past_tokens + case.new_tokens) for case in self.cases]
         prompts = [_pages(case.prompt_tokens) for case in self.cases]
@@ -246,7 +248,7 @@ class StepBench:
             self._finish(plan)
         first_call_s = time.perf_counter() - begin
         times = {name: _median_s(partial(self._finish, plan)) for name, plan in plans.items()}
-        moved = len(swap_ins) * PAGE_TOKENS * self.size.kv_token_bytes
+        moved = len(swap_ins) * PAGE_TOKENS * self.model_shape.kv_bytes_per_token
         return self._result(case, times.pop("step"), times, first_call_s, moved_bytes=moved)
 
     def _swap_in_plans(self, case: Case) -> dict[str, StepPlan]:
@@ -267,7 +269,7 @@ class StepBench:
         first_call_s = time.perf_counter() - begin
         without = _median_s(partial(self._run_ahead, plain)) / STEPS
         seconds = _median_s(partial(self._run_ahead, leaving)) / STEPS
-        moved = len(leaving[0].swap_outs) * PAGE_TOKENS * self.size.kv_token_bytes
+        moved = len(leaving[0].swap_outs) * PAGE_TOKENS * self.model_shape.kv_bytes_per_token
         return self._result(case, seconds, {"without": without}, first_call_s, moved_bytes=moved)
 
     def _measure_host(self, case: Case) -> StepTime:
@@ -306,7 +308,7 @@ class StepBench:
         return StepTime(
             case=case,
             seconds=seconds,
-            floor=step_floor(case, self.size, self.ceilings),
+            floor=step_floor(case, self.model_shape, self._head_parameters, self.ceilings),
             beside_s=beside_s,
             first_call_s=first_call_s,
             peak_bytes=stats.get("peak_bytes_in_use"),

@@ -16,14 +16,18 @@ def shape_of(model: ServableModel, num_devices: int = 1) -> ModelShape:
         num_devices: how many it is spread over.
     """
     spec = model.spec
-    weights = [nnx.state(part) for part in (model.layers, model.head)]
     return ModelShape(
         name=spec.name,
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        num_parameters=sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(weights)),
+        num_parameters=num_parameters(model.layers) + num_parameters(model.head),
         num_devices=num_devices,
         bytes_per_value=np.dtype(spec.dtype).itemsize,
     )
+
+
+def num_parameters(part: object) -> int:
+    """Weights of a module, or of a sequence of them."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(part)))

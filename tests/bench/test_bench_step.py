@@ -9,26 +9,36 @@ from typer.testing import CliRunner
 
 from pensieve_jax.bench import PRESETS, StepBench, find_preset
 from pensieve_jax.bench.cases import CASES, Case, Kind, decode_case, prefill_case
-from pensieve_jax.bench.floor import ModelSize, step_floor
+from pensieve_jax.bench.floor import step_floor
 from pensieve_jax.bench.timing import Ceilings, seconds_each
 from pensieve_jax.bench.trace import read_trace
 from pensieve_jax.cli import app
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.model_shape import ModelShape
 from pensieve_jax.records import read_records
 
-SIZE = ModelSize(layer_weights=1000, head_weights=10, itemsize=2, kv_token_bytes=8, attention_flops=16)
+SHAPE = ModelShape(
+    name="small",
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=2,
+    num_parameters=1010,
+    bytes_per_value=2,
+)
+HEAD_PARAMETERS = 10
 RATES = Ceilings(copy_bytes_per_s=100.0, matmul_flops=1000.0)
 
 
 def test_the_floor_of_a_decode_step_is_what_it_reads():
-    floor = step_floor(decode_case(2, 30), SIZE, RATES)
+    floor = step_floor(decode_case(2, 30), SHAPE, HEAD_PARAMETERS, RATES)
     assert floor.bytes == 2 * 1010 + 2 * 30 * 8
     assert floor.products_s == pytest.approx(2 * 1010 / 100)
     assert floor.attention_s == pytest.approx(2 * 30 * 8 / 100)
 
 
 def test_the_floor_of_a_prefill_step_is_what_it_computes():
-    floor = step_floor(prefill_case(3, 100), SIZE, RATES)
+    floor = step_floor(prefill_case(3, 100), SHAPE, HEAD_PARAMETERS, RATES)
     assert floor.flops == 2 * 1000 * 300 + 2 * 10 * 3 + 3 * 100 * 50.5 * 16
     assert floor.products_s == pytest.approx(2 * 1000 * 300 / 1000 + max(2 * 10 / 100, 60 / 1000))
     assert floor.attention_s == pytest.approx(3 * 100 * 50.5 * 16 / 1000)
