@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import fp8_pages
 from pallas_kernels.dispatch import run_first
 from pallas_kernels.kv_write.rotary import Rotary
 from pallas_kernels.kv_write.triton import rotate_and_write_triton
@@ -19,7 +20,8 @@ def kv_write(kv_pages: jax.Array, k: jax.Array, v: jax.Array, pages: Array, slot
     """Write the keys and values of a batch's tokens to their places. In place where the pool is donated.
 
     Args:
-        kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim].
+        kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim]; or 8-bit pages (`fp8_pages`), whose
+            tokens in this batch stand one behind the other, in their order.
         k: [num_tokens, num_kv_heads, head_dim].
         v: [num_tokens, num_kv_heads, head_dim].
         pages: i32[num_tokens]: each token's page; num_pages or more for padding, which writes nowhere.
@@ -38,8 +40,7 @@ def kv_write(kv_pages: jax.Array, k: jax.Array, v: jax.Array, pages: Array, slot
         raise ValueError(
             f"k, v: got shapes {k.shape}, {v.shape}, expected {expected} for a pool {kv_pages.shape}"
         )
-    if k.dtype != kv_pages.dtype or v.dtype != kv_pages.dtype:
-        raise ValueError(f"k, v: got dtypes {k.dtype}, {v.dtype}, expected {kv_pages.dtype} as the pool")
+    _check_dtypes("k, v", kv_pages, k, v)
     return kv_write_xla(kv_pages, k, v, pages, slots)
 
 
@@ -55,7 +56,7 @@ def rotate_and_write(
     """From the projection to the attention in one pass: rotate queries and keys, write keys and values.
 
     Args:
-        kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim]; in place where it is donated.
+        kv_pages: see `kv_write`; in place where it is donated.
         qkv: the projection's output: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], heads of queries,
             keys and values in this order; or these three apart.
         pages: i32[num_tokens]: each token's page; num_pages or more for padding, which writes nowhere.
@@ -87,7 +88,7 @@ def rotate_and_write(
         )
     if not 0 < 2 * half <= head_dim:
         raise ValueError(f"rotary: got {half} pairs, expected 1 to {head_dim // 2}")
-    _check_norms(kv_pages, rotary)
+    _check_norms((qkv[0] if isinstance(qkv, tuple) else qkv).dtype, head_dim, rotary)
     return run_first(IMPLEMENTATIONS, implementation, kv_pages, qkv, pages, slots, rotary)
 
 
@@ -97,15 +98,21 @@ def _check_pool(kv_pages: jax.Array) -> None:
         raise ValueError(f"kv_pages: got shape {kv_pages.shape}, expected {pool}")
 
 
-def _check_norms(kv_pages: jax.Array, rotary: Rotary) -> None:
+def _check_dtypes(name: str, kv_pages: jax.Array, *arrays: jax.Array) -> None:
+    """All are floating and of one dtype: the pool's, unless that has 8-bit pages."""
+    expected = arrays[0].dtype if fp8_pages.is_fp8(kv_pages) else kv_pages.dtype
+    if any(array.dtype != expected or not jnp.issubdtype(array.dtype, jnp.floating) for array in arrays):
+        got = ", ".join(str(array.dtype) for array in arrays)
+        raise ValueError(f"{name}: got dtypes {got}, expected {expected}, a floating one")
+
+
+def _check_norms(dtype: np.dtype, head_dim: int, rotary: Rotary) -> None:
     norms = [norm for norm in (rotary.q_norm, rotary.k_norm) if norm is not None]
     if len(norms) == 1:
         raise ValueError("rotary: got one of q_norm and k_norm, expected both or none")
     for norm in norms:
-        if norm.shape != kv_pages.shape[4:] or norm.dtype != kv_pages.dtype:
-            raise ValueError(
-                f"rotary: got a norm {norm.dtype}{norm.shape}, expected {kv_pages.dtype}{kv_pages.shape[4:]}"
-            )
+        if norm.shape != (head_dim,) or norm.dtype != dtype:
+            raise ValueError(f"rotary: got a norm {norm.dtype}{norm.shape}, expected {dtype}({head_dim},)")
 
 
 def _check_projection(kv_pages: jax.Array, qkv: jax.Array | tuple[jax.Array, jax.Array, jax.Array]) -> None:
@@ -122,6 +129,4 @@ def _check_projection(kv_pages: jax.Array, qkv: jax.Array | tuple[jax.Array, jax
         expected = heads
     if heads != expected or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"qkv: got heads {heads}, which don't fit a pool of {num_kv_heads} kv heads")
-    if any(part.dtype != kv_pages.dtype or not jnp.issubdtype(part.dtype, jnp.floating) for part in parts):
-        dtypes = ", ".join(str(part.dtype) for part in parts)
-        raise ValueError(f"qkv: got dtypes {dtypes}, expected {kv_pages.dtype} as the pool")
+    _check_dtypes("qkv", kv_pages, *parts)

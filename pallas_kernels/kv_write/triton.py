@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import fp8_pages
 from pallas_kernels.errors import UnsupportedInputError
 from pallas_kernels.kv_write.rotary import Rotary
-from pallas_kernels.triton_support import power_of_two, triton_call
+from pallas_kernels.triton_support import compute_capability_here, power_of_two, triton_call
 
 try:
     from pallas_kernels.kv_write.triton_kernel import rotate_and_write_kernel
@@ -37,16 +38,17 @@ def rotate_and_write_triton(
     Raises:
         UnsupportedInputError: no Triton, or a dtype that it doesn't compute.
     """
-    if kv_pages.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise UnsupportedInputError(f"kv_pages: got {kv_pages.dtype}, expected bfloat16, float16 or float32")
     fused = not isinstance(qkv, tuple)
     q, k, v = (qkv, qkv, qkv) if fused else qkv
-    num_pages, _, num_kv_heads, page_size, head_dim = kv_pages.shape
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise UnsupportedInputError(f"qkv: got {q.dtype}, expected bfloat16, float16 or float32")
+    fp8_pages.check_capability(kv_pages, compute_capability or compute_capability_here())
+    num_pages, _, num_kv_heads, page_rows, head_dim = kv_pages.shape
     num_tokens = q.shape[0]
     num_heads = q.shape[1] - 2 * num_kv_heads if fused else q.shape[1]
     half = rotary.cos.shape[1]
     rest = head_dim - 2 * half
-    rows = max(1, ROW_BYTES // (power_of_two(head_dim) * kv_pages.dtype.itemsize))
+    rows = max(1, ROW_BYTES // (power_of_two(head_dim) * q.dtype.itemsize))
     queries, pool = triton_call(
         q,
         k,
@@ -75,7 +77,8 @@ def rotate_and_write_triton(
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "half": half,
-            "page_size": page_size,
+            "page_size": fp8_pages.page_size(kv_pages),
+            "page_rows": page_rows,
             "fused": fused,
             "has_norm": rotary.q_norm is not None,
             "epsilon": rotary.epsilon,

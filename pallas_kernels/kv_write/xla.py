@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import fp8_pages
 from pallas_kernels.kv_write.rotary import Rotary
 
 type Array = jax.Array | np.ndarray
@@ -12,6 +13,11 @@ type Array = jax.Array | np.ndarray
 def kv_write_xla(kv_pages: jax.Array, k: jax.Array, v: jax.Array, pages: Array, slots: Array) -> jax.Array:
     """As `kv_write`."""
     kv = jnp.stack([k, v], axis=1)  # [num_tokens, 2, num_kv_heads, head_dim]
+    if fp8_pages.is_fp8(kv_pages):
+        scale_row = fp8_pages.page_size(kv_pages)
+        begun = jnp.where(slots == 0, pages, kv_pages.shape[0])
+        kv_pages = kv_pages.at[begun, :, :, scale_row, 0].set(fp8_pages.exponents(kv), mode="drop")
+        kv = fp8_pages.quantized(kv, kv_pages.at[pages, :, :, scale_row, 0].get(mode="fill", fill_value=0))
     return kv_pages.at[pages, :, :, slots].set(kv, mode="drop")
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import fp8_pages
 from pallas_kernels.dispatch import run_first
 from pallas_kernels.multi_token_attention.mosaic import attention_mosaic
 from pallas_kernels.multi_token_attention.plan import AttentionPlan
@@ -42,7 +43,7 @@ def multi_token_attention(
     Args:
         q: [num_tokens, num_heads, head_dim], rows one after the other.
         kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim]: K (0) and V (1). Slots past a row's
-            kv_len may hold anything.
+            kv_len may hold anything. Or 8-bit pages (`fp8_pages`).
         plan: rows, page table and tiles, from `plan_attention`.
         scale: factor of the scores; None: head_dim ** -0.5.
         sliding_window: positions each query sees, its own included; None: all.
@@ -71,7 +72,8 @@ def multi_token_attention(
     heads = f"a divisor of q's {q.shape[1]} heads"
     check(q.shape[1] % kv_pages.shape[2] == 0, "kv_pages", f"{kv_pages.shape[2]} kv heads", heads)
     check(jnp.issubdtype(q.dtype, jnp.floating), "q", f"dtype {q.dtype}", "a floating dtype")
-    check(kv_pages.dtype == q.dtype, "kv_pages", f"dtype {kv_pages.dtype}", f"{q.dtype} as in q")
+    fits = kv_pages.dtype == q.dtype or fp8_pages.is_fp8(kv_pages)
+    check(fits, "kv_pages", f"dtype {kv_pages.dtype}", f"{q.dtype} as in q, or 8-bit pages")
     check(
         sliding_window is None or sliding_window >= 1, "sliding_window", sliding_window, "None or at least 1"
     )

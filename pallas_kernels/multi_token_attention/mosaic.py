@@ -116,6 +116,7 @@ def attention_mosaic(
             raise UnsupportedInputError(f"mosaic: {name}: got {got}, expected {expected}")
 
     need(q.dtype in (jnp.bfloat16, jnp.float16), "q", f"dtype {q.dtype}", "bfloat16 or float16")
+    need(kv_pages.dtype == q.dtype, "kv_pages", f"dtype {kv_pages.dtype}", f"{q.dtype} as in q")
     need(head_dim in (64, 128), "q", f"head_dim {head_dim}", "64 or 128")
     need(page_size in (16, 32, 64, 128), "kv_pages", f"page_size {page_size}", "16, 32, 64 or 128")
     group = num_heads // num_kv_heads

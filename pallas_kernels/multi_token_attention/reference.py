@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pallas_kernels import fp8_pages
 from pallas_kernels.multi_token_attention.plan import AttentionPlan
 
 
@@ -18,7 +19,7 @@ def reference_attention(
 
     Args:
         q: [num_tokens, num_heads, head_dim].
-        kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim].
+        kv_pages: [num_pages, 2, num_kv_heads, page_size, head_dim], or 8-bit pages.
         plan: rows of the batch.
         scale: factor of the scores; None: head_dim ** -0.5.
         sliding_window: keys each query sees, itself included; None: all.
@@ -28,6 +29,8 @@ def reference_attention(
         float32[num_tokens, num_heads, head_dim].
     """
     q, pool = np.asarray(q, np.float32), np.asarray(kv_pages)
+    if fp8_pages.is_fp8(pool):
+        pool = np.asarray(fp8_pages.dequantized(pool, np.dtype(np.float32)))
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = pool.shape
     out = np.zeros(q.shape, np.float32)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import fp8_pages
 from pallas_kernels.errors import UnsupportedInputError
 from pallas_kernels.multi_token_attention.plan import TILE_LINES, AttentionPlan
 from pallas_kernels.triton_support import compute_capability_here, power_of_two, triton_call
@@ -95,7 +96,7 @@ def attention_triton(
         UnsupportedInputError: no Triton, or an input that it doesn't compute.
     """
     num_tokens, num_heads, head_dim = q.shape
-    _, _, num_kv_heads, page_size, _ = kv_pages.shape
+    num_kv_heads, page_size = kv_pages.shape[2], fp8_pages.page_size(kv_pages)
     group = num_heads // num_kv_heads
     _check(
         q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32),
@@ -105,6 +106,7 @@ def attention_triton(
     _check(head_dim <= most, f"q: got head_dim {head_dim}, expected at most {most} for {q.dtype}")
     _check(group <= MOST_GROUP, f"q: got {group} heads for each kv head, expected at most {MOST_GROUP}")
     capability = compute_capability or compute_capability_here()
+    fp8_pages.check_capability(kv_pages, capability)
     max_rows, max_pages = plan.page_table.shape
     decode_only = plan.block_q == 1
     options = {
@@ -112,6 +114,7 @@ def attention_triton(
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "page_size": page_size,
+        "page_rows": kv_pages.shape[3],
         "block_dim": power_of_two(max(LEAST_LINES, head_dim)),
         "scale": scale,
         "window": sliding_window or 0,

@@ -3,9 +3,20 @@
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from pallas_kernels.fp8_pages.triton_kernel import dequantized, scale_of
+
 NEVER = tl.constexpr(-1e30)
 """Start of a running maximum: finite, so that a query that sees no key yet stays free of NaN."""
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _scales(scales_of_head, page, held, side: tl.constexpr, dtype: tl.constexpr):
+    """Of 8-bit pages: of the keys and of the values of each key's page, 0 for keys that aren't held."""
+    place = scales_of_head + page.to(tl.int64) * (2 * side)
+    k = tl.load(place, mask=held, other=0)
+    v = tl.load(place + side, mask=held, other=0)
+    return scale_of(k).to(dtype), scale_of(v).to(dtype)
 
 
 @triton.jit
@@ -21,6 +32,7 @@ def _over_keys(
     masked: tl.constexpr,
     num_kv_heads: tl.constexpr,
     page_size: tl.constexpr,
+    page_rows: tl.constexpr,  # of a head: its tokens; and the scale's, in 8-bit pages
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_kv: tl.constexpr,
@@ -32,15 +44,24 @@ def _over_keys(
     """Softmax and products over keys begin .. end - 1, a block at a time, into (output, peaks, totals)."""
     acc, peak, total = state
     column = tl.arange(0, block_dim)
-    side = num_kv_heads * page_size * head_dim
+    side: tl.constexpr = num_kv_heads * page_rows * head_dim
     in_block = tl.arange(0, block_kv)
-    page = tl.load(table + (begin + in_block) // page_size, mask=begin + in_block < kv_end, other=0)
+    first = begin + in_block
+    page = tl.load(table + first // page_size, mask=first < kv_end, other=0)
+    if page_rows > page_size:
+        scales_of_head = keys_of_head + page_size * head_dim
+        k_scale, v_scale = _scales(scales_of_head, page, first < kv_end, side, queries.dtype)
+        next_page = tl.load(table + (first + block_kv) // page_size, mask=first + block_kv < kv_end, other=0)
     for start in range(begin, end, block_kv):
         key = start + in_block
         held = key < kv_end
         place = (page.to(tl.int64) * (2 * side) + (key % page_size) * head_dim)[:, None] + column[None, :]
-        # A block ahead, so that loads of keys don't wait for the page table.
-        page = tl.load(table + (key + block_kv) // page_size, mask=key + block_kv < kv_end, other=0)
+        # A block ahead, so that loads of keys don't wait for the page table; two where scales wait for it.
+        if page_rows > page_size:
+            page, ahead = next_page, key + 2 * block_kv
+            next_page = tl.load(table + ahead // page_size, mask=ahead < kv_end, other=0)
+        else:
+            page = tl.load(table + (key + block_kv) // page_size, mask=key + block_kv < kv_end, other=0)
         # Slots past the end may hold anything, NaN too: 0 x NaN is NaN, so they are never loaded.
         if masked or block_dim != head_dim:
             exists = (column < head_dim)[None, :]
@@ -51,6 +72,9 @@ def _over_keys(
         else:
             k = tl.load(keys_of_head + place)
             v = tl.load(keys_of_head + side + place)
+        if page_rows > page_size:
+            k, v = dequantized(k, k_scale), dequantized(v, v_scale)
+            k_scale, v_scale = _scales(scales_of_head, page, key + block_kv < kv_end, side, queries.dtype)
         scores = tl.dot(queries, tl.trans(k), input_precision=precision)
         if soft_cap > 0:
             raised = tl.exp2(scores * (2 * LOG2E * scale / soft_cap))
@@ -84,6 +108,7 @@ def _attend(
     end,
     num_kv_heads: tl.constexpr,
     page_size: tl.constexpr,
+    page_rows: tl.constexpr,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_kv: tl.constexpr,
@@ -112,6 +137,7 @@ def _attend(
             masked,
             num_kv_heads,
             page_size,
+            page_rows,
             head_dim,
             block_dim,
             block_kv,
@@ -141,6 +167,7 @@ def wide_kernel(
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
+    page_rows: tl.constexpr,
     block_q: tl.constexpr,
     tile_heads: tl.constexpr,  # query heads of a tile, all of one group
     head_chunks: tl.constexpr,  # tiles that make up a group
@@ -187,7 +214,7 @@ def wide_kernel(
         if window > 0:
             begin = tl.maximum(first_position - window + 1, 0) // block_kv * block_kv
             full = begin
-        keys_of_head = kv + kv_head * (page_size * head_dim)
+        keys_of_head = kv + kv_head * (page_rows * head_dim)
         table = page_table + row.to(tl.int64) * max_pages
         result, _, _ = _attend(
             queries,
@@ -199,6 +226,7 @@ def wide_kernel(
             kv_end,
             num_kv_heads,
             page_size,
+            page_rows,
             head_dim,
             block_dim,
             block_kv,
@@ -227,6 +255,7 @@ def narrow_kernel(
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
+    page_rows: tl.constexpr,
     decode_only: tl.constexpr,  # row i is token i, and token i is padding where there is no row i
     splits: tl.constexpr,
     lines: tl.constexpr,  # power of two that holds a group
@@ -267,7 +296,7 @@ def narrow_kernel(
         full = tl.maximum(end // block_kv * block_kv, begin)
         if window > 0:
             full = begin
-        keys_of_head = kv + kv_head * (page_size * head_dim)
+        keys_of_head = kv + kv_head * (page_rows * head_dim)
         table = page_table + row.to(tl.int64) * max_pages
         positions = tl.full((lines,), 0, tl.int32) + kv_len - 1
         result, peak, total = _attend(
@@ -280,6 +309,7 @@ def narrow_kernel(
             end,
             num_kv_heads,
             page_size,
+            page_rows,
             head_dim,
             block_dim,
             block_kv,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import fp8_pages
 from pallas_kernels.multi_token_attention.plan import AttentionPlan
 
 KV_BLOCK_TOKENS = 256
@@ -28,7 +29,7 @@ def attention_xla(
 ) -> jax.Array:
     """As `multi_token_attention`; any dtype, any sizes. Products accumulate in float32."""
     num_tokens, num_heads, head_dim = q.shape
-    _, _, num_kv_heads, page_size, _ = kv_pages.shape
+    num_kv_heads, page_size = kv_pages.shape[2], fp8_pages.page_size(kv_pages)
     max_rows, max_pages = plan.page_table.shape
     block_q, (num_tiles,) = plan.block_q, plan.tile_rows.shape
     group = num_heads // num_kv_heads
@@ -67,9 +68,10 @@ def attention_xla(
             keys = i * block_kv + jnp.arange(block_kv)
             # Slots past the end may hold anything, NaN too: 0 x NaN is NaN, so they are cleared first.
             held = (keys < end[:, None])[:, None, :, None]
-            kv = kv_pages[pages].transpose(
-                2, 0, 3, 1, 4, 5
-            )  # [2, tiles, kv_heads, pages, page_size, head_dim]
+            kv = kv_pages[pages]
+            if fp8_pages.is_fp8(kv_pages):
+                kv = fp8_pages.dequantized(kv, q.dtype)
+            kv = kv.transpose(2, 0, 3, 1, 4, 5)  # [2, tiles, kv_heads, pages, page_size, head_dim]
             k, v = jnp.where(held, kv.reshape(2, size, num_kv_heads, block_kv, head_dim), 0)
             scores = jnp.einsum("thmd,thkd->thmk", tile_q, k, preferred_element_type=jnp.float32) * scale
             if logit_soft_cap is not None:

@@ -32,7 +32,7 @@ PAGE = (2, 10, 32, 128)
 compile_for = {"compute_capability": int(CAPABILITY)}
 
 
-def attention(heads, head_dim, dtype, rows, **options):
+def attention(heads, head_dim, dtype, rows, fp8=False, **options):
     counts = [-(-kv_len // 32) for _, kv_len in rows]
     tokens = sum(q_len for q_len, _ in rows)
     plan = plan_attention(
@@ -46,13 +46,17 @@ def attention(heads, head_dim, dtype, rows, **options):
     )
     options = {"scale": 0.1, "sliding_window": None, "logit_soft_cap": None, **options}
     pool = abstract((NUM_PAGES, 2, heads[1], 32, head_dim), dtype)
+    if fp8:
+        pool = abstract((NUM_PAGES, 2, heads[1], 33, head_dim), jnp.uint8)
     plan = jax.tree.map(lambda x: abstract(x.shape, x.dtype), plan)
     run = functools.partial(attention_triton, **options, **compile_for)
     return run, (), (abstract((tokens, heads[0], head_dim), dtype), pool, plan)
 
 
-def kv_write(fused, norm):
+def kv_write(fused, norm, fp8=False):
     pool, tokens = abstract((NUM_PAGES, *PAGE), jnp.bfloat16), 64
+    if fp8:
+        pool = abstract((NUM_PAGES, *PAGE[:2], PAGE[2] + 1, PAGE[3]), jnp.uint8)
     heads = [60] if fused else [40, 10, 10]
     qkv = tuple(abstract((tokens, n, 128), jnp.bfloat16) for n in heads)
     angles, place = abstract((tokens, 64), jnp.float32), abstract((tokens,), jnp.int32)
@@ -78,6 +82,13 @@ PROGRAMS = {
     "float32_d96": lambda: attention((6, 2), 96, jnp.float32, MIXED),
     "kv_write": lambda: kv_write(fused=True, norm=False),
     "kv_write_norm": lambda: kv_write(fused=False, norm=True),
+    "fp8_decode": lambda: attention((32, 8), 128, jnp.bfloat16, DECODE, fp8=True),
+    "fp8_mixed": lambda: attention((40, 10), 128, jnp.bfloat16, MIXED, fp8=True),
+    "fp8_window_d80": lambda: attention(
+        (16, 1), 80, jnp.float16, MIXED, fp8=True, sliding_window=700, logit_soft_cap=20.0
+    ),
+    "fp8_d256": lambda: attention((10, 2), 256, jnp.bfloat16, MIXED, fp8=True),
+    "fp8_write": lambda: kv_write(fused=True, norm=True, fp8=True),
     "copy_pages": copy_pages,
 }
 

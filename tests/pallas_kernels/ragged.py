@@ -3,10 +3,12 @@
 import numpy as np
 
 from pallas_kernels.multi_token_attention import plan_attention
+from tests.pallas_kernels import fp8 as fp8_numpy
 
 
-def ragged_batch(rng, lens, *, heads, kv_heads, head_dim, page_size, dtype, spare=3, **options):
-    """(q, pool, plan) for rows of (query tokens, tokens attended to); `spare` more tokens are padding."""
+def ragged_batch(rng, lens, *, heads, kv_heads, head_dim, page_size, dtype, spare=3, fp8=False, **options):
+    """(q, pool, plan) for rows of (query tokens, tokens attended to); `spare` more tokens are padding. With
+    `fp8` the pool has 8-bit pages."""
     counts = [-(-kv_len // page_size) for _, kv_len in lens]
     num_pages = sum(counts) + 3
     pages = np.split(rng.permutation(num_pages)[: sum(counts)].astype(np.int32), np.cumsum(counts)[:-1])
@@ -25,6 +27,8 @@ def ragged_batch(rng, lens, *, heads, kv_heads, head_dim, page_size, dtype, spar
         max_tokens=tokens,
         **options,
     )
+    if fp8:
+        pool = fp8_numpy.pool_of(pool)
     return rng.standard_normal((tokens, heads, head_dim)).astype(dtype), pool, plan
 
 

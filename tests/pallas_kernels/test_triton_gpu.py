@@ -51,6 +51,28 @@ def test_matches_reference(heads, head_dim, page_size, dtype, options):
         np.testing.assert_array_equal(got, np.asarray(attend(q, pool, plan, **options), np.float32))
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size", "dtype", "options"),
+    [
+        ((32, 8), 128, 32, ml_dtypes.bfloat16, {}),
+        ((28, 4), 64, 64, np.float16, {"sliding_window": 200}),
+        ((16, 1), 80, 16, ml_dtypes.bfloat16, {"logit_soft_cap": 20.0}),
+        ((10, 2), 256, 32, ml_dtypes.bfloat16, {}),
+        ((6, 2), 64, 32, np.float32, {}),
+    ],
+)
+def test_8_bit_pages(heads, head_dim, page_size, dtype, options):
+    """Scales and numbers of unused slots and pages are no numbers."""
+    rng = np.random.default_rng()
+    for lens in (random_lens(rng, 6, 1500), [(1, 1), (1, 3001), (1, 128), (1, 257)]):
+        sizes = {"heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "page_size": page_size}
+        block_q = tile_tokens(heads[0] // heads[1])
+        q, pool, plan = ragged_batch(rng, lens, dtype=dtype, block_q=block_q, fp8=True, **sizes)
+        got = np.asarray(attend(q, pool, plan, **options), np.float32)
+        want = reference_attention(q.astype(np.float32), pool, plan, **options)
+        assert np.linalg.norm(got - want) < TOLERANCES[np.dtype(dtype)] * np.linalg.norm(want), lens
+
+
 def test_pool_beyond_two_to_the_31_elements():
     num_pages = 2**31 // (2 * 8 * 32 * 128) + 64
     rng = np.random.default_rng()

@@ -10,17 +10,18 @@ from tests.programs import lines_of
 
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes a block may have, by compute capability (CUDA programming guide, technical specifications)."""
-SPILLED_BYTES = {"float32_d96": 1300}
+SPILLED_BYTES = {"float32_d96": 1300, "fp8_d256": 800}
 FEW_SPILLED_BYTES = 350
 """Where registers are short, some are kept in local memory: a few of them, not the output of a tile. Float32
 has no matrix units, and all of a product's operands in registers."""
 COMMON = ["decode", "mixed", "kv_write", "kv_write_norm", "copy_pages"]
+FP8_COMMON, FP8_OTHERS = ["fp8_decode", "fp8_mixed", "fp8_write"], ["fp8_window_d80", "fp8_d256"]
 OTHERS = ["one_head_a_group", "window_d256", "cap_d80", "float32_d96"]
 
 
 def test_interpreted_kernels_match_the_reference(compilers):
     lines = lines_of("pallas_kernels/interpret_triton", compilers)
-    assert len(lines) == 8
+    assert len(lines) == 12
     for line in lines.values():
         assert line["error"] < 2e-3, line
 
@@ -28,10 +29,10 @@ def test_interpreted_kernels_match_the_reference(compilers):
 @pytest.mark.parametrize(
     ("capability", "cases"),
     [
-        (90, COMMON),
-        pytest.param(90, OTHERS, marks=pytest.mark.slow),
+        (90, COMMON + FP8_COMMON),
+        pytest.param(90, OTHERS + FP8_OTHERS, marks=pytest.mark.slow),
         pytest.param(80, COMMON + OTHERS, marks=pytest.mark.slow),
-        pytest.param(89, COMMON + OTHERS, marks=pytest.mark.slow),
+        pytest.param(89, COMMON + FP8_COMMON + OTHERS + FP8_OTHERS, marks=pytest.mark.slow),
     ],
 )
 def test_compiles_within_the_limits(capability, cases, compilers):
@@ -46,6 +47,8 @@ def test_compiles_within_the_limits(capability, cases, compilers):
             assert line["temp_bytes"] < 4e6, line
             if line["case"] in ("kv_write", "kv_write_norm", "copy_pages"):
                 assert line["alias_bytes"] > 2 * 2**31, line  # the pool: more than 2**31 numbers of two bytes
+            if line["case"] == "fp8_write":
+                assert line["alias_bytes"] > 2**31, line
 
 
 @pytest.mark.parametrize(
