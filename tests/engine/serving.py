@@ -1,8 +1,12 @@
 """Small engines, and conversations whose answers are checked against a fresh computation."""
 
+import threading
+import time
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
+import pytest
 
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.types import FinishReason, SamplingParams
@@ -11,6 +15,8 @@ from pensieve_jax.scheduler.scheduler import SchedulerConfig
 from tests.tiny import VOCAB, TinyModel, assert_greedy
 
 PAGE_TOKENS = 32
+DEVICE_PAGES = 12
+DEVICE_TOKENS = DEVICE_PAGES * PAGE_TOKENS
 
 
 @cache
@@ -18,7 +24,9 @@ def tiny_model(seed=0):
     return TinyModel(seed)
 
 
-def config(*, device_pages=12, host_pages=12, step_tokens=64, max_rows=4, swap_out_below=0.25, **rest):
+def config(
+    *, device_pages=DEVICE_PAGES, host_pages=12, step_tokens=64, max_rows=4, swap_out_below=0.25, **rest
+):
     rest = {"background": False, "paranoid": True, **rest}
     return EngineConfig(
         tiers=TierConfig(
@@ -38,6 +46,15 @@ def small_engine(*, model=None, tokenizer=None, **settings):
 
 def ids(count, seed=0):
     return np.random.default_rng(seed).integers(VOCAB, size=count).tolist()
+
+
+class Clock:
+    """The time as a test sets it."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
 
 
 class Chat:
@@ -81,3 +98,55 @@ def evict(engine, tokens):
     turn.result()
     engine.delete(turn.conversation_id)
     engine.settle()
+
+
+def in_host(engine, count=70):
+    """A conversation that only the host tier has."""
+    chat = Chat(engine)
+    chat.turn(ids(count), 5)
+    evict(engine, DEVICE_TOKENS)
+    return chat
+
+
+def places(receipt):
+    """Where the tokens that were there before came from: device, host, recomputed."""
+    return receipt.tokens_from_device, receipt.tokens_from_host, receipt.tokens_recomputed
+
+
+def drain(engine):
+    """Run what is there to its end."""
+    while engine.step():
+        pass
+    engine.settle()
+    engine.check_integrity()
+
+
+@contextmanager
+def first_tokens_only(engine):
+    """The thread of an engine answers calls, but takes no step while a turn has its first token.
+
+    Yields an event: one has it.
+    """
+    turns, begun = engine._turns, threading.Event()
+    step = turns.step
+
+    def wait_or_step():
+        if not any(active.turn.news for active in turns._active.values()):
+            return step()
+        begun.set()
+        time.sleep(0.001)
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, "step", wait_or_step)
+        yield begun
+
+
+def assert_nothing_leaks(engine):
+    """Nothing runs; without its conversations the device is empty."""
+    assert not engine.step()
+    for conversation_id in list(engine.conversation_ids()):
+        engine.delete(conversation_id)
+    engine.settle()
+    engine.check_integrity()
+    assert len(engine._turns.cache.free_device_pages()) == engine.cache_config.device_pages

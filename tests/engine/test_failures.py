@@ -4,55 +4,23 @@ import asyncio
 import random
 
 import jax
-import numpy as np
 import pytest
 
-from host_cache.errors import IntegrityError, TransferError
-from host_cache.transfer import PageMover
+from host_cache.errors import IntegrityError
 from pensieve_jax.core.errors import EngineError
 from pensieve_jax.core.types import FinishReason, SamplingParams
-from tests.engine.serving import Chat, evict, ids, small_engine, tiny_model
+from tests.engine.serving import (
+    DEVICE_TOKENS,
+    Chat,
+    assert_nothing_leaks,
+    evict,
+    ids,
+    small_engine,
+    tiny_model,
+)
 from tests.engine.test_cached_equals_cold import Driver
+from tests.engine.trouble import break_once, nth, trouble
 from tests.tiny import SPEC
-
-DEVICE_TOKENS = 12 * 32
-
-
-class TroubledMover(PageMover):
-    """Copies fail or end late, as a test wants it. Host pages hold NaN until their bytes have come."""
-
-    def __init__(self, mover):
-        super().__init__(mover.pool, mover._device)
-        for shards in self.pool.layers:
-            for pages in shards:
-                pages[...] = np.nan
-        self.fails_in = self.fails_out = self.late = lambda: False
-
-    def stage_in(self, layer, host_pages, padded):
-        if self.fails_in():
-            raise TransferError("swap-in failed in a test")
-        return super().stage_in(layer, host_pages, padded)
-
-    def ended(self, *, wait):
-        return ((), ()) if self.late() else super().ended(wait=wait)
-
-    def _store(self, swap_out):
-        if self.fails_out():
-            raise TransferError("swap-out failed in a test")
-        super()._store(swap_out)
-
-
-def nth(n):
-    """True in the n-th call alone."""
-    calls = iter(range(1, 1 << 30))
-    return lambda: next(calls) == n
-
-
-def trouble(engine):
-    """Put a troubled mover in place of an engine's own."""
-    worker = engine._turns.parts.worker
-    worker._mover = TroubledMover(worker._mover)
-    return worker._mover
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in step", "run ahead"])
@@ -67,12 +35,7 @@ def engine(shared_engine):
     yield shared_engine
     mover = shared_engine._turns.parts.worker._mover
     mover.fails_in = mover.fails_out = mover.late = lambda: False
-    assert not shared_engine.step()
-    for conversation_id in list(shared_engine.conversation_ids()):
-        shared_engine.delete(conversation_id)
-    shared_engine.settle()
-    shared_engine.check_integrity()
-    assert len(shared_engine._turns.cache.free_device_pages()) == 12
+    assert_nothing_leaks(shared_engine)
 
 
 @pytest.fixture
@@ -81,24 +44,6 @@ def mover(engine):
 
 
 # -- a step fails --------------------------------------------------------------------------------
-
-
-def break_once(monkeypatch, runner, way):
-    """The next step raises, as a device does that runs out of memory or breaks off."""
-    whole, broken = runner.run_layered, []
-
-    def run_layered(*args):
-        if broken:
-            return whole(*args)
-        broken.append(True)
-        if way == "after":
-            whole(*args)
-        elif way == "pool lost":
-            for pool in runner._pools:
-                pool.delete()
-        raise RuntimeError("the device broke off in a test")
-
-    monkeypatch.setattr(runner, "run_layered", run_layered)
 
 
 @pytest.mark.parametrize("way", ["before", "after", "pool lost"])

@@ -13,10 +13,20 @@ from pensieve_jax.core.errors import (
     UnknownConversationError,
 )
 from pensieve_jax.engine import Engine
-from tests.engine.serving import Chat, config, evict, ids, small_engine, tiny_model
-from tests.engine.test_failures import break_once, nth, trouble
-
-DEVICE_TOKENS = 12 * 32
+from tests.engine.serving import (
+    DEVICE_TOKENS,
+    Chat,
+    Clock,
+    assert_nothing_leaks,
+    config,
+    drain,
+    ids,
+    in_host,
+    places,
+    small_engine,
+    tiny_model,
+)
+from tests.engine.trouble import break_once, nth, trouble
 
 
 @pytest.fixture(scope="module")
@@ -28,25 +38,8 @@ def shared_engine():
 @pytest.fixture
 def engine(shared_engine):
     yield shared_engine
-    while shared_engine.step():
-        pass
-    for conversation_id in list(shared_engine.conversation_ids()):
-        shared_engine.delete(conversation_id)
-    shared_engine.settle()
-    shared_engine.check_integrity()
-    assert len(shared_engine._turns.cache.free_device_pages()) == 12
-
-
-def places(receipt):
-    return receipt.tokens_from_device, receipt.tokens_from_host, receipt.tokens_recomputed
-
-
-def in_host(engine, count=70):
-    """A conversation that only the host tier has."""
-    chat = Chat(engine)
-    chat.turn(ids(count), 5)
-    evict(engine, DEVICE_TOKENS)
-    return chat
+    drain(shared_engine)
+    assert_nothing_leaks(shared_engine)
 
 
 # -- warm ----------------------------------------------------------------------------------------
@@ -113,13 +106,6 @@ def test_warm_takes_idle_pages_and_never_those_of_running_turns(engine):
     assert running.result().receipt.suspensions == 0
     chat.turn([5])
     idle.turn([6])
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_warm_outlasts_what_is_idle_for_longer():

@@ -11,19 +11,9 @@ from pensieve_jax.core.errors import EngineError, InvalidArgumentError
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.engine.audit import Auditor, CheckCounters
 from pensieve_jax.store.log import _pack
-from tests.engine.serving import Chat, config, ids, small_engine
-from tests.engine.test_failures import break_once
-from tests.engine.test_hints import in_host, places
+from tests.engine.serving import DEVICE_TOKENS, Chat, config, drain, ids, in_host, places, small_engine
+from tests.engine.trouble import break_once
 from tests.tiny import SPEC
-
-DEVICE_TOKENS = 12 * 32
-
-
-def drain(engine):
-    while engine.step():
-        pass
-    engine.settle()
-    engine.check_integrity()
 
 
 def host_page(engine, chat, index):

@@ -15,7 +15,7 @@ import pytest
 
 from pensieve_jax.core.errors import ConversationBusyError, InvalidArgumentError, LogError
 from pensieve_jax.engine import Engine
-from tests.engine.serving import Chat, config, evict, ids, small_engine, tiny_model
+from tests.engine.serving import DEVICE_TOKENS, Chat, config, evict, ids, small_engine, tiny_model
 from tests.tiny import SPEC, VOCAB, TinyModel, assert_greedy
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +201,7 @@ def engine():
 def test_set_weights_while_a_warm_up_waits(engine):
     chat = Chat(engine)
     chat.turn(ids(70))
-    evict(engine, 12 * 32)
+    evict(engine, DEVICE_TOKENS)
     assert chat.conversation.warm() > 0
     engine.set_weights(tiny_model(1))
     chat.model = tiny_model(1)
@@ -211,7 +211,7 @@ def test_set_weights_while_a_warm_up_waits(engine):
 def test_set_weights_drops_all_key_value_state(engine):
     on_host, on_device = Chat(engine), Chat(engine)
     on_host.turn(ids(70))
-    evict(engine, 12 * 32)
+    evict(engine, DEVICE_TOKENS)
     on_device.turn(ids(40, seed=1))
     fork = on_device.conversation.fork()
     engine.set_weights(tiny_model(1))
@@ -239,7 +239,7 @@ def test_set_weights_waits_for_nobody(engine):
 def test_drop_state_leaves_the_conversations(engine):
     on_host, on_device = Chat(engine), Chat(engine)
     on_host.turn(ids(70))
-    evict(engine, 12 * 32)
+    evict(engine, DEVICE_TOKENS)
     on_device.turn(ids(40, seed=1))
     turn = on_device.submit([1, 2])
     with pytest.raises(ConversationBusyError, match="drop_state: turns are unfinished"):

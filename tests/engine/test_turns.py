@@ -15,11 +15,21 @@ from pensieve_jax.core.errors import UnknownConversationError
 from pensieve_jax.core.types import FinishReason, SamplingParams
 from pensieve_jax.engine import Engine
 from pensieve_jax.models import make_model
-from tests.engine.serving import Chat, config, evict, ids, small_engine, tiny_model
+from tests.engine.serving import (
+    DEVICE_TOKENS,
+    Chat,
+    Clock,
+    assert_nothing_leaks,
+    config,
+    evict,
+    first_tokens_only,
+    ids,
+    places,
+    small_engine,
+    tiny_model,
+)
 from tests.engine.small_tokenizers import byte_level
 from tests.tiny import assert_greedy, dense_logits
-
-DEVICE_PAGES = 12
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +77,6 @@ def texts():
     model = make_model(settings, dtype=np.dtype(np.float32), rngs=nnx.Rngs(0))
     with small_engine(model=model, tokenizer=tokenizer) as engine:
         yield engine
-
-
-def assert_nothing_leaks(engine):
-    assert not engine.step()
-    for conversation_id in list(engine.conversation_ids()):
-        engine.delete(conversation_id)
-    engine.settle()
-    engine.check_integrity()
-    assert len(engine._turns.cache.free_device_pages()) == engine.cache_config.device_pages
 
 
 # -- streaming -----------------------------------------------------------------------------------
@@ -211,8 +212,10 @@ def test_queued_turn_runs_after_a_cancel(threaded, monkeypatch):
     monkeypatch.setattr(threaded._turns.scheduler, "end", slow_end)
     for _ in range(3):
         chat = Chat(threaded)
-        first, second = chat.submit([1, 2], max_tokens=200), chat.submit([3])
-        first.cancel()
+        with first_tokens_only(threaded) as begun:
+            first, second = chat.submit([1, 2], max_tokens=200), chat.submit([3])
+            assert begun.wait(60)
+            first.cancel()
         chat.check(second, [3])
 
 
@@ -297,7 +300,7 @@ def test_max_tokens(engine, max_tokens):
 def test_without_max_tokens_until_the_pool_is_full(engine):
     chat = Chat(engine)
     result = chat.check(chat.submit(ids(370), None), ids(370))
-    assert len(result.tokens) == DEVICE_PAGES * 32 + 1 - 370, "the last token needs no place"
+    assert len(result.tokens) == DEVICE_TOKENS + 1 - 370, "the last token needs no place"
 
 
 # -- log probabilities ---------------------------------------------------------------------------
@@ -333,10 +336,6 @@ def assert_same_account(receipt, counters):
         assert getattr(receipt, name) == counters[name], name
 
 
-def places(receipt):
-    return receipt.tokens_from_device, receipt.tokens_from_host, receipt.tokens_recomputed
-
-
 def test_receipt_of_a_first_turn(engine):
     chat = Chat(engine)
     result, counters = counted(engine, lambda: chat.turn(ids(50), 5))
@@ -357,7 +356,7 @@ def test_receipt_of_a_device_hit(engine):
 def test_receipt_of_a_host_hit(engine):
     chat = Chat(engine)
     chat.turn(ids(50), 5)
-    evict(engine, DEVICE_PAGES * 32)
+    evict(engine, DEVICE_TOKENS)
     result, counters = counted(engine, lambda: chat.turn([7, 8], 5))
     assert places(result.receipt) == (0, 54, 0)
     assert_same_account(result.receipt, counters)
@@ -370,7 +369,7 @@ def test_receipt_of_recomputation():
     with small_engine(host_pages=0) as engine:
         chat = Chat(engine)
         chat.turn(ids(50), 5)
-        evict(engine, DEVICE_PAGES * 32)
+        evict(engine, DEVICE_TOKENS)
         result, counters = counted(engine, lambda: chat.turn([7, 8], 5))
         assert places(result.receipt) == (0, 0, 54)
         assert result.receipt.tokens_new == 3
@@ -381,13 +380,6 @@ def test_receipt_of_recomputation():
         assert places(result.receipt) == (len(chat.tokens) - 8 - 64, 0, 64)
         assert counters["long_gaps"] == 1
         assert_same_account(result.receipt, counters)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_receipt_of_time():
@@ -533,13 +525,14 @@ def test_cancelled_task_cancels_the_turn(threaded):
     chat.turn(ids(10))
 
     async def main():
-        sending = asyncio.create_task(chat.conversation.asend([1, 2], SamplingParams(max_tokens=800)))
-        await asyncio.sleep(0.05)
-        sending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sending
-        chat.assert_rolled_back()
-        assert threaded._turns.scheduler.has_work is False
+        with first_tokens_only(threaded) as begun:
+            sending = asyncio.create_task(chat.conversation.asend([1, 2], SamplingParams(max_tokens=800)))
+            assert await asyncio.to_thread(begun.wait, 60)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            chat.assert_rolled_back()
+            assert threaded._turns.scheduler.has_work is False
         return await chat.conversation.asend([3], SamplingParams(max_tokens=3))
 
     result = asyncio.run(main())
@@ -551,10 +544,11 @@ def test_leaving_an_async_stream_cancels(threaded):
     chat = Chat(threaded)
 
     async def main():
-        turn = chat.submit([1, 2], max_tokens=800)
-        async for _ in turn:
-            break
-        return await turn
+        with first_tokens_only(threaded):
+            turn = chat.submit([1, 2], max_tokens=800)
+            async for _ in turn:
+                break
+            return await turn
 
     assert asyncio.run(main()).finish_reason is FinishReason.CANCELLED
     chat.turn([3])

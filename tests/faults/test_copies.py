@@ -9,10 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from host_cache.plan import PageCopy
 from host_cache.policies import RetentionValue
 from host_cache.transfer import PageMover, PinnedPool, mover
-from tests.engine.serving import Chat, evict, ids, small_engine
+from tests.engine.serving import DEVICE_TOKENS, Chat, assert_nothing_leaks, evict, ids, small_engine
 from tests.host_cache.test_manager import COST, Cache
-
-DEVICE_TOKENS = 12 * 32
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +23,7 @@ def engine():
 def empty(request):
     yield
     if "engine" in request.fixturenames:
-        engine = request.getfixturevalue("engine")
-        for conversation_id in list(engine.conversation_ids()):
-            engine.delete(conversation_id)
-        engine.settle()
-        engine.check_integrity()
+        assert_nothing_leaks(request.getfixturevalue("engine"))
 
 
 def device_bytes(engine, pages):

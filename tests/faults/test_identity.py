@@ -9,7 +9,7 @@ from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.engine import Engine
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
-from tests.engine.serving import Chat, evict, ids, tiny_model
+from tests.engine.serving import DEVICE_TOKENS, Chat, evict, ids, tiny_model
 from tests.host_cache.test_policies_and_hints import PROMPT, cache, turn
 from tests.tiny import assert_greedy
 
@@ -79,7 +79,7 @@ def test_17_a_chunk_never_holds_tokens_of_two_conversations(engine):
         chat.turn([1 + number], 4)
         fork.turn([50 + number, 60], 4)
         if number == 1:
-            evict(engine, 12 * 32)
+            evict(engine, DEVICE_TOKENS)
     assert chat.tokens[:45] == fork.tokens[:45]
     assert chat.tokens[45:] != fork.tokens[45:]
 
