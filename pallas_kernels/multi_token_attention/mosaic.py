@@ -226,7 +226,7 @@ def _attention_kernel(
     def _consume() -> None:
         if shape.interpret is None:
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        outputs = Outputs(shape, items, out, part_out, part_lse, arrived)
+        outputs = Outputs(shape, out, part_out, part_lse, arrived)
         consumer = _Consumer(shape, warpgroup, first, outputs, scratch)
         # The first consumer may write its state at once.
         pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(_one(scratch, "may_write", 0)))
@@ -333,14 +333,19 @@ class _Producer:
         def _narrow() -> None:
             for consumer in range(2):
                 wait_used(consumer, not_first)
+            loaded = self.scratch["narrow_queries"]
             for i in range(shape.narrow_tokens):
-                token = item.token + jnp.minimum(i, item.stop - 1)
-                line = pl.multiple_of(aligned(token * self.q.shape[1] + item.head), ALIGN)
-                plgpu.copy_gmem_to_smem(
-                    self.q_by_head.at[pl.ds(line, shape.stride)],
-                    queries.at[0, pl.ds(i * shape.stride, shape.stride)],
-                    self.scratch["narrow_queries"],
-                )
+                # Rows past the last token hold what was there before: nobody uses them.
+                @pl.when(i < item.stop)
+                def _load(i: int = i) -> None:
+                    line = aligned((item.token + i) * self.q.shape[1] + item.head)
+                    plgpu.copy_gmem_to_smem(
+                        self.q_by_head.at[pl.ds(pl.multiple_of(line, ALIGN), shape.stride)],
+                        queries.at[0, pl.ds(i * shape.stride, shape.stride)],
+                        loaded,
+                    )
+
+                pl.when(i >= item.stop)(partial(plgpu.barrier_arrive, loaded))
 
     def load_blocks(
         self, item: _Item, not_first: jax.Array, after_narrow: jax.Array, filled: jax.Array
@@ -349,6 +354,13 @@ class _Producer:
 
         The first block goes ahead of the queries, whose place is free only after the last of the item before.
         """
+        if self.shape.interpret is None:
+            # The queries' place is free late: they wait in the cache.
+            for consumer in range(2):
+                token, head = _part_of(self.shape, item, consumer)
+                plgpu.async_prefetch(
+                    self.q.at[pl.ds(token, TILE_Q), head], predicate=not_first & (item.kind == WIDE)
+                )
         pages_per_block = self.shape.pages_per_block
         last_page = lax.div(item.kv_len - 1, jnp.int32(self.shape.page_size))
         ring, loaded, used = self.scratch["ring"], self.scratch["loaded"], self.scratch["used"]
@@ -545,21 +557,26 @@ class _Consumer:
     def narrow_run(self, begin: jax.Array, end: jax.Array, filled: jax.Array) -> jax.Array:
         """Narrow items one after the other; returns the slots filled after.
 
-        The parts among them, which come first, are counted as done only in the end: to make sure of it takes
-        as long as a block while the memory is busy.
+        A part is counted as done when the next item's queries are there: by then its stores are done, too.
         """
-        filled, parts_end = lax.fori_loop(begin, end, self.narrow, (filled, begin))
-        pl.when(self.index == 1)(
-            lambda: self.outputs.count_parts(begin, parts_end, self.scratch["item_ring"].at[NUM_ITEMS, 0])
-        )
+        filled, uncounted = lax.fori_loop(begin, end, self.narrow, (filled, jnp.bool(False)))
+        self.count_part(end - 1, uncounted)
         return filled
+
+    def count_part(self, i: jax.Array, uncounted: jax.Array) -> None:
+        """Count the item as done, which was a part."""
+        note = self.scratch["item_ring"].at[NUM_ITEMS, 0]
+
+        @pl.when(uncounted & (self.index == 1))
+        def _count() -> None:
+            self.outputs.count_part(_read_item(self.shape, self.scratch, i - self.first), note)
 
     def narrow(self, i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """A few tokens under all heads of a group: this consumer has every other block of their keys.
 
-        Carries the slots filled before and the end of the parts so far.
+        Carries the slots filled before and whether the item before was a part, which isn't counted yet.
         """
-        filled, parts_end = carry
+        filled, uncounted = carry
         shape, scratch = self.shape, self.scratch
         item = _wait_item(self.shape, scratch, i - self.first)
         blocks = item.end - item.begin
@@ -602,12 +619,13 @@ class _Consumer:
             return _State(output=output, peak=peak, total=total)
 
         plgpu.barrier_wait(scratch["narrow_queries"])
+        self.count_part(i - 1, uncounted)
         own = lax.div(blocks + 1 - own_first, jnp.int32(2))
         state = lax.fori_loop(0, own, pair_step, _start(shape.head_dim))
         pl.when((own_first == 1) & (lax.rem(blocks, jnp.int32(2)) == 1))(lambda: pass_over(blocks - 1))
         self.queries_used()
         self.finish_narrow(item, state)
-        return filled + 2 * blocks, jnp.where(item.kind == PARTIAL, i + 1, parts_end)
+        return filled + 2 * blocks, item.kind == PARTIAL
 
     def finish_narrow(self, item: _Item, state: _State) -> None:
         """The first consumer hands its state to the second, which joins and stores it."""

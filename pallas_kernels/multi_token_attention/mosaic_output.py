@@ -21,17 +21,15 @@ from pallas_kernels.multi_token_attention.mosaic_device import (
 )
 from pallas_kernels.multi_token_attention.schedule import ALIGN, ITEM_FIELDS, PARTIAL, TILE_Q
 
-PARTS_AT_ONCE = 4
+PARTS_AT_ONCE = 8
 """Parts that are loaded together."""
 
 
 class Outputs:
     """The arrays in global memory that narrow items write, of one CTA."""
 
-    def __init__(
-        self, shape: KernelShape, items: Any, out: Any, part_out: Any, part_lse: Any, arrived: Any
-    ) -> None:
-        self.shape, self.items, self.out = shape, items, out
+    def __init__(self, shape: KernelShape, out: Any, part_out: Any, part_lse: Any, arrived: Any) -> None:
+        self.shape, self.out = shape, out
         self.part_out, self.part_lse, self.arrived = part_out, part_lse, arrived
 
     def store(self, item: Any, output: jax.Array, lse: jax.Array) -> None:
@@ -60,22 +58,15 @@ class Outputs:
 
             store_rows(self.out, output.astype(shape.dtype), line_of, item.token, item.stop, item.head)
 
-    def count_parts(self, begin: jax.Array, end: jax.Array, note: Any) -> None:
-        """Count the parts among these items as done, and merge the items whose last part that was.
+    def count_part(self, item: Any, note: Any) -> None:
+        """Count a part as done, and merge the parts of its item if it was the last.
 
         `note` is a number of shared memory that nobody else uses.
         """
         if self.shape.interpret is not None:
             return
-
-        @pl.loop(begin, end)
-        def _count(i: jax.Array) -> None:
-            item = {name: self.items[i, column] for column, name in enumerate(ITEM_FIELDS)}
-
-            @pl.when(item["kind"] == PARTIAL)
-            def _part() -> None:
-                before = arrivals_before(self.arrived.at[item["merge"]], note, item["parts"])
-                pl.when(before == item["parts"] - 1)(lambda: self.merge(item))
+        before = arrivals_before(self.arrived.at[item.merge], note, item.parts)
+        pl.when(before == item.parts - 1)(lambda: self.merge(item))
 
     def store_interpreted(self, item: Any, output: jax.Array, lse: jax.Array) -> None:
         """As `store`, without merging: the interpreter has neither stores of some rows only nor counters."""
@@ -103,23 +94,23 @@ class Outputs:
         stored = arith.cmpi(arith.CmpIPredicate.ult, number, i32(self.shape.group))
         return arith.addi(first, number), stored
 
-    def merge(self, item: dict[str, jax.Array]) -> None:
+    def merge(self, item: Any) -> None:
         """Each token of an item: its parts weighted by their share of the total."""
         width = self.shape.stride * self.shape.head_dim
-        steps = lax.div(item["parts"] + PARTS_AT_ONCE - 1, jnp.int32(PARTS_AT_ONCE))
+        steps = lax.div(item.parts + PARTS_AT_ONCE - 1, jnp.int32(PARTS_AT_ONCE))
         layout = flat_layout(width)
 
-        @pl.loop(0, item["stop"])
+        @pl.loop(0, item.stop)
         def _token(i: jax.Array) -> None:
             def load(of: Any, part: jax.Array) -> jax.Array:
-                place = item["first_part"] + jnp.minimum(part, item["parts"] - 1)
+                place = item.first_part + jnp.minimum(part, item.parts - 1)
                 return plgpu.load(of.at[place, pl.ds(i * width, width)], layout=layout)
 
             def add(step: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
                 # All loads of a step are under way together; past the last part they repeat it, and count 0.
                 parts = [step * PARTS_AT_ONCE + n for n in range(PARTS_AT_ONCE)]
                 values = [load(self.part_out, p) for p in parts]
-                sums = [jnp.where(p < item["parts"], load(self.part_lse, p), NEVER) for p in parts]
+                sums = [jnp.where(p < item.parts, load(self.part_lse, p), NEVER) for p in parts]
                 output, peak, total = state
                 new_peak = functools.reduce(jnp.maximum, [peak, *sums])
                 fade = jnp.exp2(peak - new_peak)
@@ -133,7 +124,7 @@ class Outputs:
             never = plgpu.layout_cast(jnp.full((width,), NEVER, jnp.float32), layout)
             output, _, total = lax.fori_loop(0, steps, add, (zero, never, zero))
             output = (output / total).astype(self.shape.dtype)
-            store_flat(self.out, output, self.shape.head_dim, self.line_of, item["token"] + i, item["head"])
+            store_flat(self.out, output, self.shape.head_dim, self.line_of, item.token + i, item.head)
 
 
 def merge_interpreted(
