@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.errors import UnsupportedInputError
 from pallas_kernels.mosaic_support import interpreter, swizzled
 from pallas_kernels.multi_token_attention.mosaic_common import LOG2E, NEVER, KernelShape, aligned
-from pallas_kernels.multi_token_attention.mosaic_device import clear_rows
+from pallas_kernels.multi_token_attention.mosaic_device import clear_rows, some_of_warp
 from pallas_kernels.multi_token_attention.mosaic_output import Outputs, merge_interpreted
 from pallas_kernels.multi_token_attention.plan import AttentionPlan
 from pallas_kernels.multi_token_attention.schedule import (
@@ -49,6 +49,9 @@ BY_ONE = ("wide_queries", "queries_used", "may_write", "wrote", "cleared")
 of a number of arrivals are one array: each array takes registers."""
 WGMMA = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
+MAX_EXCESS = 8.0
+"""Powers of two by which a score may exceed the maximum that weights count from, before that is changed: the
+weights are then at most 256, and outputs seldom need fading."""
 SUMS = 8
 """Columns of a running total: what a thread adds up stays with it until the end of an item."""
 
@@ -450,7 +453,7 @@ class _Consumer:
                 slot = filled + 2 * (block - item.begin)
                 state, fade, weights = step(block, *carry, slot - 1)
                 self.release(slot - 1)
-                output = state.output * _along(fade, state.output.shape)
+                output = self.faded(state.output, fade)
                 return _State(output=output, peak=state.peak, total=state.total), weights
 
             state, weights = lax.fori_loop(item.begin + 1, item.end, block_step, (state, weights))
@@ -528,6 +531,16 @@ class _Consumer:
             # Only now: registers that a product reads must not be made while it is under way.
             output, weights = lax.optimization_barrier((output, weights))
         return _State(output=output, peak=peak, total=total), fade, weights.astype(self.shape.dtype)
+
+    def faded(self, output: jax.Array, fade: jax.Array) -> jax.Array:
+        """output * fade, left out by warps none of whose rows have a new maximum."""
+
+        def multiply() -> jax.Array:
+            return output * _along(fade, output.shape)
+
+        if self.shape.interpret is not None:
+            return multiply()
+        return lax.cond(some_of_warp(fade, 1.0) != 0, multiply, lambda: output)
 
     def store_wide(self, number: jax.Array, state: _State) -> None:
         """The output of the CTA's wide item of that number among all items."""
@@ -744,7 +757,8 @@ class _Consumer:
             return jnp.where(seen, scores, -jnp.inf)
 
         scores = lax.cond(masked, mask, lambda: scores)
-        new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)
+        block_peak = scores.max(axis=1) * factor
+        new_peak = jnp.where(block_peak > peak + MAX_EXCESS, block_peak, peak)
         fade = jnp.exp2(peak - new_peak)
         weights = jnp.exp2(scores * factor - _along(new_peak, scores.shape))
         sums = [weights[:, i : i + SUMS] for i in range(0, BLOCK_KV, SUMS)]

@@ -120,6 +120,32 @@ def clear_rows(of: Any, transforms: tuple[Any, ...], first: jax.Array) -> None:
     _inline(clear, (plgpu.RefType(transforms), SCALAR), of, first)
 
 
+def some_of_warp(values: jax.Array, than: float) -> jax.Array:
+    """Whether some number of the calling warp's is below another: not the same for all warps.
+
+    For branches around work that each warp does by itself.
+    """
+
+    def vote(_: Any, values: Any) -> Any:
+        below = mgpu_utils.c(0, ir.IntegerType.get_signless(1))
+        for value in values.registers.flat:
+            if isinstance(value.type, ir.VectorType):
+                value = llvm.extractelement(value, i32(0))
+            limit = mgpu_utils.c(than, value.type)
+            below = arith.ori(below, arith.cmpf(arith.CmpFPredicate.OLT, value, limit))
+        some = llvm.inline_asm(
+            ir.IntegerType.get_signless(32),
+            [below],
+            "{ .reg .pred some; vote.sync.any.pred some, $1, 0xffffffff; selp.u32 $0, 1, 0, some; }",
+            "=r,b",
+            has_side_effects=True,
+        )
+        return type(values).splat(some, (), is_signed=True)
+
+    returned = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+    return _inline(vote, (plgpu.Layout.WGMMA.reduce(1),), values, return_type=returned)
+
+
 def arrivals_before(arrived: Any, note: Any, count: jax.Array) -> jax.Array:
     """Count this CTA among `count` that arrive; how many came before. The last leaves 0 for the next launch.
 
