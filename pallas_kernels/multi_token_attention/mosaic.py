@@ -44,6 +44,8 @@ NUM_ITEMS = 7
 three of the one that consumers compute, and they look back at the one before."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 """Registers of a thread after the split: 2 x 232 + 40 make the 3 x 168 that the CTA starts with."""
+MOST_PAGES_AHEAD = 4
+"""Pages of a block, at most, for the producer to read the page table two blocks ahead."""
 BY_ONE = ("wide_queries", "queries_used", "may_write", "wrote", "cleared")
 """Barriers at which one warpgroup arrives, two of a kind: of each consumer, where that makes sense. Barriers
 of a number of arrivals are one array: each array takes registers."""
@@ -374,10 +376,9 @@ class _Producer:
                 for i in range(pages_per_block)
             ]
 
-        def load(block: jax.Array, carry: tuple[jax.Array, list[jax.Array], list[jax.Array]]) -> Any:
-            # While the memory is busy a read takes as long as a block: two ahead are under way.
-            filled, pages, following = carry
-            second_following = pages_of(block + 2)
+        def load(block: jax.Array, carry: tuple[jax.Array, list[list[jax.Array]]]) -> Any:
+            filled, (pages, *following) = carry
+            following.append(pages_of(block + ahead))
             for which in range(2):
                 slot = lax.rem(filled + which, jnp.int32(NUM_SLOTS))
                 pl.when(filled + which >= NUM_SLOTS)(partial(plgpu.barrier_wait, used.at[slot]))
@@ -388,10 +389,13 @@ class _Producer:
                         loaded.at[slot],
                     )
             pl.when(block == item.begin)(lambda: self.load_queries(item, not_first, after_narrow))
-            return filled + 2, following, second_following
+            return filled + 2, following
 
-        start = (filled, pages_of(item.begin), pages_of(item.begin + 1))
-        filled, _, _ = lax.fori_loop(item.begin, item.end, load, start)
+        # While the memory is busy a read takes as long as a block: two blocks' pages are under way, if they
+        # aren't too many for the registers.
+        ahead = 2 if pages_per_block <= MOST_PAGES_AHEAD else 1
+        start = (filled, [pages_of(item.begin + i) for i in range(ahead)])
+        filled, _ = lax.fori_loop(item.begin, item.end, load, start)
         return filled
 
     def drain(self, filled: jax.Array) -> None:

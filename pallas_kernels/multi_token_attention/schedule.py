@@ -3,7 +3,8 @@
 Two kinds of item share one launch. A *wide* item is 64 query tokens under each of two heads that share a
 KV head (128 tokens of one head where the group is odd): prefill, bound by arithmetic. A *narrow* item is
 the few tokens of a short row under all heads of a group, over a stretch of its keys: decode, bound by
-memory. Wide items go whole, the longest first, to the CTA with the least work. Narrow items then fill the
+memory. Wide items go whole, by keys that the L2 cache holds and the longest first, to the CTA with the least
+work. Narrow items then fill the
 loads up to a common level: whole ones in turn as far as there is room, the rest laid out one after the other
 and cut where a CTA is full, so that every CTA ends at the same time, whatever the batch. A CTA does its
 parts of items before its whole ones; which CTA ends a part last merges the item.
@@ -28,11 +29,14 @@ TILE_Q = 64
 ALIGN = 8
 """Rows that the bulk copy engine moves at once between global and swizzled shared memory; they are aligned to
 it in both."""
-NARROW_COST = 0.45
+NARROW_COST = 0.6
 """Time of a narrow block beside that of a wide one, when both kinds run at once: a narrow block is 64 KB of
 KV, a wide one besides 8.4 MFLOP."""
 ITEM_COST = 0.6
 """Start and end of an item, in wide blocks."""
+CACHED_KEYS = 1 << 15
+"""Keys, of one KV head each, that wide items read in turn: with their values 16 MB at head size 128. They stay
+in the L2 cache (60 MB) while all tiles of their rows come by."""
 INVARIANT_SPLIT_BLOCKS = 32
 """Blocks of each stretch of a short row when the cuts may depend on the row alone."""
 
@@ -128,7 +132,7 @@ def plan_schedule(
     few = (_column(tiles, "stop") - _column(tiles, "skip") <= TILE_Q // narrow_stride(group)) & (
         _column(tiles, "kv_len") > 0
     )
-    wide = _wide_items(tiles[~few], num_heads, group)
+    wide = _wide_items(tiles[~few], num_heads, group, kv)
     wide_cta, loads = _deal(_column(wide, "end") - _column(wide, "begin") + ITEM_COST, num_ctas)
     narrow = _narrow_items(tiles[few], num_kv_heads, group)
     blocks = _column(narrow, "end")
@@ -233,15 +237,28 @@ def _tiles(q: np.ndarray, kv: np.ndarray, tile: int, max_tokens: int) -> np.ndar
     )
 
 
-def _wide_items(tiles: np.ndarray, num_heads: int, group: int) -> np.ndarray:
-    """Tiles under each pair of heads (each head of an odd group), the longest first."""
+def _wide_items(tiles: np.ndarray, num_heads: int, group: int, kv: np.ndarray) -> np.ndarray:
+    """Tiles under each pair of heads (each head of an odd group), by sections of keys that fit in the cache.
+
+    The sections of the longest rows come first, and in a section the items of the most blocks.
+    """
     heads = np.arange(0, num_heads, 2 if group % 2 == 0 else 1)
     items = np.repeat(tiles, len(heads), axis=0)
     head = np.tile(heads, len(tiles))
     items[:, ITEM_FIELDS.index("kind")] = WIDE
     items[:, ITEM_FIELDS.index("head")] = head
     items[:, ITEM_FIELDS.index("kv_head")] = head // group
-    return items[np.argsort(-_column(items, "end"), kind="stable")]
+    # Keys before those of a row and KV head, if all that wide items read lay one after the other.
+    row, is_padding = _column(items, "row"), _column(items, "kv_len") == 0
+    read = np.zeros(len(kv) + 1, np.int64)
+    read[: len(kv)][row[~is_padding]] = kv[row[~is_padding]]
+    by_length = np.argsort(-read, kind="stable")
+    num_kv_heads = num_heads // group
+    before = np.empty(len(read), np.int64)
+    before[by_length] = np.cumsum(read[by_length]) - read[by_length]
+    row = np.where(is_padding, len(kv), row)
+    section = (before[row] * num_kv_heads + read[row] * _column(items, "kv_head")) // CACHED_KEYS
+    return items[np.lexsort((-_column(items, "end"), section))]
 
 
 def _narrow_items(tiles: np.ndarray, num_kv_heads: int, group: int) -> np.ndarray:

@@ -29,8 +29,16 @@ MOST_HEAD_DIM_FLOAT32 = 128
 """Beyond it a tile's registers don't hold the operands of a product without matrix units."""
 LEAST_LINES = 16
 """Rows of the smallest product on the matrix units."""
-NARROW_PROGRAMS = 4 * 132
-"""Programs that keep a GPU busy: four for each multiprocessor."""
+MULTIPROCESSORS = 132
+"""Of the GPU whose last wave of programs decides how rows are cut; others fill in a similar way."""
+WHOLE_PROGRAMS, CUT_PROGRAMS = 4, 5
+"""Programs of a multiprocessor at a time, of whole rows (112 registers a thread) and of cut ones (96)."""
+LEAST_OF_WAVE = 0.4
+"""Time of a wave of few programs, beside a full one: few don't use the memory's whole rate (H200)."""
+PROGRAM_KEYS = 32
+"""Keys that a program reads in the time of its start and end."""
+MERGE_KEYS = 24_000
+"""Keys, of one KV head each, that are read in the time of the launch that joins parts."""
 LEAST_KEYS = 256
 """Keys of a stretch, at least: shorter ones cost more to join than they save."""
 MOST_SPLITS = 64
@@ -67,9 +75,17 @@ def narrow_tuning(head_dim: int, itemsize: int) -> Tuning:
 
 
 def num_splits(*, rows: int, num_kv_heads: int, most_keys: int) -> int:
-    """Stretches into which each narrow row is cut, so that rows and heads fill the GPU."""
-    wanted = NARROW_PROGRAMS // (rows * num_kv_heads)
-    return max(1, min(power_of_two(max(1, wanted)), most_keys // LEAST_KEYS, MOST_SPLITS))
+    """Stretches into which each narrow row is cut, so that the last wave of programs fills the GPU, too."""
+
+    def cost(splits: int) -> float:
+        """Keys, of one KV head each, that could be read in the time of all."""
+        at_once = MULTIPROCESSORS * (WHOLE_PROGRAMS if splits == 1 else CUT_PROGRAMS)
+        waves, rest = divmod(rows * num_kv_heads * splits, at_once)
+        last = LEAST_OF_WAVE + (1 - LEAST_OF_WAVE) * rest / at_once if rest else 0.0
+        each = most_keys / splits + PROGRAM_KEYS
+        return (waves + last) * at_once * each + (MERGE_KEYS if splits > 1 else 0)
+
+    return min(range(1, max(1, min(most_keys // LEAST_KEYS, MOST_SPLITS)) + 1), key=cost)
 
 
 def attention_triton(

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from pallas_kernels.multi_token_attention.schedule import (
     ALIGN,
     BLOCK_KV,
+    CACHED_KEYS,
     INVARIANT_SPLIT_BLOCKS,
     ITEM_FIELDS,
+    NARROW_COST,
     PARTIAL,
     TILE_Q,
     WIDE,
@@ -116,10 +118,25 @@ def test_shares_are_equal(lens):
     items = items_of(schedule)
     cta = np.searchsorted(schedule.runs[:, 0], np.arange(len(items)), side="right") - 1
     blocks = np.array([i["end"] - i["begin"] for i in items]) * [
-        1.0 if i["kind"] == WIDE else 0.45 for i in items
+        1.0 if i["kind"] == WIDE else NARROW_COST for i in items
     ]
     loads = np.bincount(cta, blocks, minlength=132)
     assert loads.max() <= loads.mean() * 1.05 + 1
+
+
+@pytest.mark.parametrize("lens", [[(4096, 4096)] * 4, [(16384, 16384)], [(1024, 1024)] * 16])
+def test_keys_that_are_read_at_one_time_fit_in_the_cache(lens):
+    schedule = make(lens, heads=40, kv_heads=10)
+    items = items_of(schedule)
+    parts = 20
+    read = [set() for _ in range(parts)]
+    for first, _, _, end in schedule.runs:
+        blocks = np.array([i["end"] - i["begin"] for i in items[first:end]])
+        when = (np.cumsum(blocks) - blocks) * parts // blocks.sum()
+        for part, item in zip(when, items[first:end], strict=True):
+            read[part].add((item["row"], item["kv_head"]))
+    keys = [sum(lens[row][1] for row, _ in part) for part in read]
+    assert max(keys) <= 3 * CACHED_KEYS < sum(kv for _, kv in lens) * 10
 
 
 def test_shapes_depend_on_the_maxima_alone():

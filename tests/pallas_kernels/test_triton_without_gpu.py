@@ -5,6 +5,12 @@ import pytest
 
 from pallas_kernels.errors import UnsupportedInputError
 from pallas_kernels.multi_token_attention import multi_token_attention
+from pallas_kernels.multi_token_attention.triton import (
+    CUT_PROGRAMS,
+    LEAST_KEYS,
+    MULTIPROCESSORS,
+    num_splits,
+)
 from tests.pallas_kernels.ragged import ragged_batch
 from tests.programs import lines_of
 
@@ -66,3 +72,18 @@ def test_what_it_does_not_compute_is_refused(match, heads, head_dim, dtype):
         multi_token_attention(
             *ragged_batch(np.random.default_rng(), [(3, 20)], **sizes), implementation="triton"
         )
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "keys"), [(64, 10, 4096), (64, 10, 1024), (16, 10, 1024), (1, 10, 131072)]
+)
+def test_rows_are_cut_so_that_the_last_programs_fill_the_gpu(rows, kv_heads, keys):
+    splits = num_splits(rows=rows, num_kv_heads=kv_heads, most_keys=keys)
+    assert splits > 1 and keys // splits >= LEAST_KEYS
+    waves = rows * kv_heads * splits / (MULTIPROCESSORS * CUT_PROGRAMS)
+    assert waves / np.ceil(waves) > 0.9
+
+
+@pytest.mark.parametrize("kv_heads", [8, 40])
+def test_rows_that_fill_the_gpu_stay_whole(kv_heads):
+    assert num_splits(rows=64, num_kv_heads=kv_heads, most_keys=4096) == 1
