@@ -35,8 +35,8 @@ KV, a wide one besides 8.4 MFLOP."""
 ITEM_COST = 0.6
 """Start and end of an item, in wide blocks."""
 CACHED_KEYS = 1 << 15
-"""Keys, of one KV head each, that wide items read in turn: with their values 16 MB at head size 128. They stay
-in the L2 cache (60 MB) while all tiles of their rows come by."""
+"""Keys, of one KV head each, that wide items read in turn: with their values 16 MB at head size 128. They
+stay in the L2 cache (60 MB) while all tiles of their rows come by."""
 INVARIANT_SPLIT_BLOCKS = 32
 """Blocks of each stretch of a short row when the cuts may depend on the row alone."""
 
