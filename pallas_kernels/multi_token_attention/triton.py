@@ -37,8 +37,8 @@ LEAST_OF_WAVE = 0.4
 """Time of a wave of few programs, beside a full one: few don't use the memory's whole rate (H200)."""
 PROGRAM_KEYS = 32
 """Keys that a program reads in the time of its start and end."""
-MERGE_KEYS = 24_000
-"""Keys, of one KV head each, that are read in the time of the launch that joins parts."""
+MERGE_KEYS = 80_000
+"""Keys, of one KV head each, that are read in the time in which parts are written and joined (H200)."""
 LEAST_KEYS = 256
 """Keys of a stretch, at least: shorter ones cost more to join than they save."""
 MOST_SPLITS = 64
