@@ -187,7 +187,7 @@ def attention(report: Report, section: Section) -> list[str]:
     return [f"{lines[0]['shapes']['model']['name']}, {lines[0]['device']}.", _table(head, cells), picture]
 
 
-def kernels(report: Report, _: Section) -> list[str]:
+def kernels(report: Report, section: Section) -> list[str]:
     """Figure 12."""
     lines = [line for line in report.of("", "kernels") if line["ceiling"] is not None]
     if not lines:
@@ -203,7 +203,30 @@ def kernels(report: Report, _: Section) -> list[str]:
         )
         for line in lines
     ]
-    return [_table(head, cells)]
+    return [*_ways_to_attend(report, section), _table(head, cells)]
+
+
+def _ways_to_attend(report: Report, section: Section) -> list[str]:
+    """The paper's shapes: the kernel beside CopyOut and multi-round, a table and a picture for each model."""
+    parts, models = [], {}
+    for line in report.of("paper_", "kernels"):
+        past, heads = line["case"].removeprefix("paper_32x8_over_").split("_")
+        models.setdefault(heads, []).append((int(past), line))
+    for heads, lines in models.items():
+        rows, cells = [], []
+        for context, line in lines:
+            ways = {"kernel": line["value"]}
+            ways |= {name: line["shapes"][f"{name}_us"] for name in ("copy_out", "multi_round")}
+            rows += [{"context": context, "us of a launch": us, "way": way} for way, us in ways.items()]
+            cells.append((str(context), *(f"{us:,.0f}" for us in ways.values())))
+        sizes = lines[0][1]["shapes"]
+        of = f"{sizes['num_heads']} heads, {sizes['num_kv_heads']} KV heads"
+        parts += [
+            f"32 requests of 8 new tokens, {of}, {lines[0][1]['device']}:",
+            _table(("context, tokens", "kernel, us", "CopyOut, us", "multi-round, us"), cells),
+            report.plot(f"{section.prefix}_{heads}", rows, x="context", ys=("us of a launch",), series="way"),
+        ]
+    return parts
 
 
 def compression(report: Report, _: Section) -> list[str]:
