@@ -31,10 +31,11 @@ starts with. A single consumer has enough without."""
 WGMMA = plgpu.Layout.WGMMA
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 ACTIVATIONS: dict[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]] = {
-    jax.nn.silu: jax.nn.silu,
+    jax.nn.silu: lambda x: x * jnp.square(lax.rsqrt(1.0 + jnp.exp(-x))),
     jax.nn.relu: lambda x: jnp.maximum(x, 0.0),
 }
-"""Activations that the kernel has, as it computes them."""
+"""Activations that the kernel has, as it computes them. A division would take it registers that a second CTA
+on the multiprocessor needs."""
 
 
 def skinny_matmul_mosaic(
@@ -69,10 +70,9 @@ def skinny_matmul_mosaic(
     tiled, exact = swizzled(x.dtype, tiling.block_k), swizzled(jnp.float32, own)
     scratch: dict[str, Any] = {
         "ring_x": plgpu.SMEM((tiling.num_slots, rows, tiling.block_k), x.dtype, transforms=tiled),
-        "ring_w": [
-            plgpu.SMEM((tiling.num_slots, tiling.features, tiling.block_k), x.dtype, transforms=tiled)
-            for _ in range(together)
-        ],
+        "ring_w": plgpu.SMEM(
+            (tiling.num_slots, together * tiling.features, tiling.block_k), x.dtype, transforms=tiled
+        ),
         "staging": plgpu.SMEM((tiling.consumers, ROWS, tiling.chunk), out_dtype),
         "loaded": plgpu.Barrier(num_barriers=tiling.num_slots, num_arrivals=1 + together),
         "used": plgpu.Barrier(num_barriers=tiling.num_slots, num_arrivals=tiling.consumers),
@@ -82,9 +82,10 @@ def skinny_matmul_mosaic(
         scratch["sums"] = plgpu.SMEM(
             (tiling.consumers, tiling.splits - 1, together, ROWS, own), jnp.float32, transforms=exact
         )
-        scratch["exchanged"] = plgpu.Barrier(
-            num_barriers=tiling.consumers, num_arrivals=(tiling.splits - 1) * together
-        )
+        # One by one: JAX 0.11.2 counts a barrier's place in its group twice when another CTA arrives.
+        scratch["exchanged"] = [
+            plgpu.Barrier(num_arrivals=(tiling.splits - 1) * together) for _ in range(tiling.consumers)
+        ]
     clusters = {} if tiling.splits == 1 else {"cluster": (tiling.splits,), "cluster_names": ("split",)}
     kernel = plgpu.kernel(
         partial(_skinny_matmul, tiling, epilogue, len(weights), overlap, interpret is not None),
@@ -99,7 +100,7 @@ def skinny_matmul_mosaic(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        kernel_name="skinny_matmul",
+        kernel_name=f"products_{sum(w.shape[0] for w in weights)}x{x.shape[1]}",
         **clusters,
         **interpreter(interpret),
     )
@@ -149,8 +150,8 @@ def _skinny_matmul(
         take_registers(CONSUMER_REGISTERS, "increase")
         if epilogue.adds:
             cta.stage_add()
-        accumulator = plgpu.WGMMAAccumulatorRef((ROWS, tiling.features), jnp.float32)
-        sums = pl.run_scoped(cta.multiply, *[accumulator] * epilogue.together)
+        accumulator = plgpu.WGMMAAccumulatorRef((ROWS, epilogue.together * tiling.features), jnp.float32)
+        sums = pl.run_scoped(cta.multiply, accumulator)
         if tiling.splits > 1:
             sums = cta.exchange(sums)
         cta.each_matrix(partial(cta.store, sums))
@@ -183,12 +184,15 @@ class _Cta:
         """Columns that this CTA adds up and stores."""
         return self.tiling.features // self.tiling.splits
 
-    def each_consumer(self, run: Callable[[Any, Any], None]) -> None:
-        """Run with this consumer's tokens (the last one may have fewer) and where their output is staged."""
+    def each_consumer(self, run: Callable[[int], None]) -> None:
+        """Run with this consumer's number, known when the kernel is compiled."""
         for i in range(self.tiling.consumers):
-            count = min(self.x.shape[0] - i * ROWS, ROWS)
-            staged = self.scratch["staging"].at[i, pl.ds(0, count)]
-            pl.when(self.warpgroup == i)(partial(run, pl.ds(i * ROWS, count), staged))
+            pl.when(self.warpgroup == i)(partial(run, i))
+
+    def rows_and_staging(self, consumer: int) -> tuple[Any, Any]:
+        """A consumer's tokens (the last one may have fewer), and where their output is staged."""
+        count = min(self.x.shape[0] - consumer * ROWS, ROWS)
+        return pl.ds(consumer * ROWS, count), self.scratch["staging"].at[consumer, pl.ds(0, count)]
 
     def slot(self, step: Any) -> jax.Array:
         """The ring's slot of a step."""
@@ -214,9 +218,10 @@ class _Cta:
 
         def load_weights(step: Any) -> None:
             slot = self.slot(step)
-            for matrix, ring in zip(matrices, self.scratch["ring_w"], strict=True):
+            for j, matrix in enumerate(matrices):
                 tile = matrix.at[pl.ds(feature, tiling.features), stretch(step)]
-                plgpu.copy_gmem_to_smem(tile, ring.at[slot], loaded.at[slot])
+                place = self.scratch["ring_w"].at[slot, pl.ds(j * tiling.features, tiling.features)]
+                plgpu.copy_gmem_to_smem(tile, place, loaded.at[slot])
 
         def load_tokens(step: Any) -> None:
             slot, rows = self.slot(step), pl.ds(0, self.x.shape[0])
@@ -245,14 +250,15 @@ class _Cta:
             plgpu.griddepcontrol_wait()
         first = pl.multiple_of(self.tile * self.tiling.features + self.split * self.own, ALIGN)
 
-        def copy(rows: Any, staged: Any) -> None:
+        def copy(consumer: int) -> None:
+            rows, staged = self.rows_and_staging(consumer)
             source = self.add.at[rows, pl.ds(first, self.own)]
             plgpu.copy_gmem_to_smem(source, staged, self.scratch["staged"].at[self.warpgroup])
 
         self.each_consumer(copy)
 
-    def multiply(self, *sums: Any) -> list[jax.Array]:
-        """The products of this consumer's tokens with the tile's weights along this CTA's stretch."""
+    def multiply(self, sums: Any) -> list[jax.Array]:
+        """The products of this consumer's tokens with the tiles' weights along this CTA's stretch."""
 
         def release(step: Any) -> None:
             plgpu.barrier_arrive(self.scratch["used"].at[self.slot(step)])
@@ -263,18 +269,18 @@ class _Cta:
             plgpu.barrier_wait(self.scratch["loaded"].at[slot])
             rows = pl.ds(pl.multiple_of(self.warpgroup * ROWS, ROWS), ROWS)
             tokens = self.scratch["ring_x"].at[slot, rows]
-            for acc, ring in zip(sums, self.scratch["ring_w"], strict=True):
-                plgpu.wgmma(acc, tokens, ring.at[slot].transpose((1, 0)))
-            plgpu.wgmma_wait(len(sums))
+            plgpu.wgmma(sums, tokens, self.scratch["ring_w"].at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(1)
             pl.when(step > 0)(lambda: release(step - 1))
 
         plgpu.wgmma_wait(0)
         release(self.steps - 1)
-        return [acc[...] for acc in sums]
+        both, features = sums[...], self.tiling.features
+        return [both[:, j * features : (j + 1) * features] for j in range(self.epilogue.together)]
 
     def exchange(self, sums: list[jax.Array]) -> list[jax.Array]:
         """This CTA's columns of the sums, added up over the cluster."""
-        own, received, arrived = self.own, self.scratch["sums"], self.scratch["exchanged"]
+        own, received = self.own, self.scratch["sums"]
         mine = []
         for which, acc in enumerate(sums):
             parts = [acc[:, to * own : (to + 1) * own] for to in range(self.tiling.splits)]
@@ -284,17 +290,19 @@ class _Cta:
                 @pl.when(self.split != to)
                 def _send(to: int = to, part: jax.Array = part, which: int = which) -> None:
                     place = self.split - (self.split > to).astype(jnp.int32)
-                    plgpu.async_store_smem(
-                        part,
-                        received.at[self.warpgroup, place, which],
-                        arrived.at[self.warpgroup],
-                        cluster_idx=jnp.int32(to),
-                        cluster_dim="split",
+                    self.each_consumer(
+                        lambda i: plgpu.async_store_smem(
+                            part,
+                            received.at[i, place, which],
+                            self.scratch["exchanged"][i],
+                            cluster_idx=jnp.int32(to),
+                            cluster_dim="split",
+                        )
                     )
 
                 kept = jnp.where(self.split == to, part, kept)
             mine.append(kept)
-        plgpu.barrier_wait(arrived.at[self.warpgroup])
+        self.each_consumer(lambda i: plgpu.barrier_wait(self.scratch["exchanged"][i]))
         for which in range(len(mine)):
             for place in range(self.tiling.splits - 1):
                 mine[which] += plgpu.load(received.at[self.warpgroup, place, which], layout=WGMMA)
@@ -312,9 +320,12 @@ class _Cta:
                 result += plgpu.load(staging, layout=WGMMA, optimized=False).astype(jnp.float32)
             staging[...] = result.astype(staging.dtype)
             plgpu.commit_smem()
-            self.each_consumer(
-                lambda rows, staged, to=columns: plgpu.copy_smem_to_gmem(staged, self.outs[i].at[rows, to])
-            )
+
+            @self.each_consumer
+            def _copy(consumer: int, to: Any = columns) -> None:
+                rows, staged = self.rows_and_staging(consumer)
+                plgpu.copy_smem_to_gmem(staged, self.outs[i].at[rows, to])
+
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def finish(self, sums: list[jax.Array], i: int, columns: Any) -> jax.Array:

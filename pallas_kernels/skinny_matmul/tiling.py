@@ -27,14 +27,17 @@ MAX_SLOTS = 12
 MIN_SLOTS = 3
 MEMORY_BYTES_PER_S = 4.28e12
 """What an H200 reads from its memory: the rate of a copy."""
-CACHE_BYTES_PER_S = 6.5e12
+CACHE_BYTES_PER_S = 7.5e12
 """What all multiprocessors get through the L2 cache, about: weights, and activations again and again."""
-CTA_BYTES_PER_S = 70e9
+CTA_BYTES_PER_S = 66e9
 """What one multiprocessor gets, about."""
-EXCHANGE_S = 1e-6
-"""What meeting in a cluster costs, about."""
-LIBRARY_BYTES_PER_S = 3.2e12
-"""At what rate XLA's products of few rows read weights: where the kernel wouldn't be faster, they stay."""
+FIXED_S = 3e-6
+"""What a launch takes beside, about: its beginning and its end."""
+EXCHANGE_S = 4e-6
+"""What meeting in a cluster costs for each CTA but one, about."""
+LIBRARY_BYTES_PER_S = 2.8e12
+"""At what rate one of XLA's products of few rows reads weights, about: where the kernel wouldn't be faster,
+they stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,8 @@ def plan_tiling(
 ) -> Tiling | None:
     """The tiling that should take the least time, or None where none fits or would be faster than XLA.
 
+    Clusters are not chosen for more than `ROWS` tokens: no run on a GPU has shown them right there.
+
     Args:
         tokens: rows of the product, a multiple of 8, at most `MAX_TOKENS`.
         sizes: output features of each matrix.
@@ -83,11 +88,12 @@ def plan_tiling(
             adds=adds,
         )
         if tiling.num_tiles * tiling.splits <= CLUSTERED_SMS[tiling.splits]
+        and (tiling.splits == 1 or tiling.consumers == 1)
     ]
     if not found:
         return None
     seconds, tiling = min(found, key=lambda pair: pair[0])
-    library_s = 2 * sum(sizes) * contracted / LIBRARY_BYTES_PER_S
+    library_s = 2 * sum(sizes) * contracted / LIBRARY_BYTES_PER_S + len(sizes) * FIXED_S
     return tiling if seconds < library_s else None
 
 
@@ -129,4 +135,4 @@ def _seconds(tokens: int, contracted: int, together: int, tiling: Tiling) -> flo
     cta_s = (weights + activations) / CTA_BYTES_PER_S
     cache_s = num_ctas * (weights + activations) / CACHE_BYTES_PER_S
     memory_s = num_ctas * weights / MEMORY_BYTES_PER_S
-    return max(cta_s, cache_s, memory_s) + (EXCHANGE_S if tiling.splits > 1 else 0)
+    return max(cta_s, cache_s, memory_s) + FIXED_S + EXCHANGE_S * (tiling.splits - 1)
