@@ -8,7 +8,6 @@ in the format of benchmarks/results/.
 """
 
 import argparse
-import fcntl
 import functools
 import math
 import os
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.kernels.common import DTYPE, Report, launch_seconds, random_array
+from benchmarks.kernels.common import DTYPE, Report, alone, launch_seconds, random_array
 from pallas_kernels.multi_token_attention import multi_token_attention, plan_attention, tile_tokens
 from pallas_kernels.multi_token_attention.shapes import DECODE, MIXED, PAPER, PREFILL, SHAPES, Shape
 from pensieve_jax.bench.timing import Ceilings, measure_ceilings
@@ -332,7 +331,7 @@ def main() -> None:
     parser.add_argument("--implementation", default="mosaic", help="one but this stands before case names")
     parser.add_argument("--batch-invariant", action="store_true", help="rows cut as they alone want it")
     parser.add_argument("--no-cudnn", action="store_true", help="leave the peer out")
-    parser.add_argument("--lock", default=os.devnull, help="a file that one process at a time measures under")
+    parser.add_argument("--lock", type=Path, default=NO_LOCK, help="one process at a time measures under it")
     args = parser.parse_args()
     prefix = "" if args.implementation == "mosaic" else f"{args.implementation}_"
     prefix += "batch_invariant_" if args.batch_invariant else ""
@@ -343,8 +342,7 @@ def main() -> None:
     with ThreadPoolExecutor(15) as pool:
         cases = {name: pool.submit(compile_case, name, args.implementation, **options) for name in names}
     print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
-    with Path(args.lock).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with alone(args.lock):
         measure(cases, report)
 
 

@@ -1,7 +1,10 @@
 """What the kernels' benchmarks share: random inputs, the time of a launch, and results as they come."""
 
+import contextlib
+import fcntl
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from pensieve_jax.bench.timing import seconds_each
 from pensieve_jax.records import gpu, record, replace_records
 
 DTYPE = jnp.bfloat16
+NO_LOCK = Path(os.devnull)
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
@@ -24,6 +28,14 @@ def random_array(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def launch_seconds(many: Callable[..., Any], launches: int, *args: Any) -> float:
     """Device time of one of the launches that a call of `many` makes."""
     return seconds_each(functools.partial(many, *args), wait=jax.block_until_ready) / launches
+
+
+@contextlib.contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Wait until no other process that names the same file is in here: several compile, one measures."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

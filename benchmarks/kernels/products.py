@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,7 @@ PRODUCTS = {
     "llama_head": Product(sizes=(32000,), contracted=5120, epilogue=Epilogue(), out_dtype=jnp.float32),
     # OPT-13B
     "opt_qkv": Product(sizes=(5120,) * 3, contracted=5120, epilogue=Epilogue(biased=True)),
+    "opt_o": Product(sizes=(5120,), contracted=5120, epilogue=Epilogue(biased=True, adds=True)),
     "opt_fc1": Product(
         sizes=(20480,), contracted=5120, epilogue=Epilogue(biased=True, activation=jax.nn.relu)
     ),
@@ -65,9 +67,9 @@ PRODUCTS = {
 }
 
 
-def ways(product: Product, tokens: int, every: bool) -> dict[str, Tiling | None]:
-    """What is timed: XLA (None), the tiling that is chosen, and on demand all that fit."""
-    limits = {
+def limits_of(product: Product, tokens: int) -> dict[str, Any]:
+    """Arguments of `plan_tiling`."""
+    return {
         "tokens": tokens,
         "sizes": product.sizes,
         "contracted": product.contracted,
@@ -75,12 +77,17 @@ def ways(product: Product, tokens: int, every: bool) -> dict[str, Tiling | None]
         "out_bytes": jnp.dtype(product.out_dtype).itemsize,
         "adds": product.epilogue.adds,
     }
+
+
+def ways(product: Product, tokens: int, every: bool) -> dict[str, Tiling | None]:
+    """What is timed: XLA (None), the tiling that is chosen, and on demand all that fit."""
+    limits = limits_of(product, tokens)
     found: dict[str, Tiling | None] = {"xla": None}
     if (chosen := plan_tiling(**limits)) is not None:
         found["chosen"] = chosen
     if every:
         some = [tiling for tiling in candidates(**limits) if tiling.num_tiles * tiling.splits >= 60]
-        found |= {f"{t.features}x{t.splits}": t for t in some if t != chosen}
+        found |= {f"{t.features}x{t.splits}x{t.shares}": t for t in some if t != chosen}
     return found
 
 

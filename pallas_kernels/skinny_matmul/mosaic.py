@@ -2,9 +2,11 @@
 
 Every CTA has one tile of output features. A producer warpgroup copies its weights, and the activations of all
 tokens beside them, through a ring in shared memory with the bulk copy engine; one consumer warpgroup per 64
-tokens multiplies. Where there are fewer tiles than multiprocessors, the CTAs of a cluster share a tile: each
-has a stretch of the contracted axis, they exchange their sums through shared memory, and each adds up and
-stores its part of the columns, always in the same order.
+tokens multiplies. The CTAs of a cluster work together in one of two ways. Where there are fewer tiles than
+multiprocessors, they *split* a tile: each has a stretch of the contracted axis, they exchange their sums
+through shared memory, and each adds up and stores its part of the columns, always in the same order. Where
+activations are much of what is read, each has a tile of its own and they *share* activations: each loads a
+part of them for all.
 
 Weights don't depend on the kernel before: their copies start while that one still runs (programmatic
 dependent launch); only activations wait for it.
@@ -28,6 +30,7 @@ from pallas_kernels.skinny_matmul.tiling import ALIGN, ROWS, Tiling
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 """Registers of a thread after the split, with two consumers: 2 x 232 + 40 make the 3 x 168 that the CTA
 starts with. A single consumer has enough without."""
+CLUSTER = "cluster"
 WGMMA = plgpu.Layout.WGMMA
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 ACTIVATIONS: dict[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]] = {
@@ -68,6 +71,9 @@ def skinny_matmul_mosaic(
     own = tiling.features // tiling.splits
     rows = tiling.consumers * ROWS
     tiled, exact = swizzled(x.dtype, tiling.block_k), swizzled(jnp.float32, own)
+    # What is shared is overwritten when all CTAs of the cluster are done with it.
+    shared = partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,))
+    used = plgpu.Barrier if tiling.shares == 1 else shared
     scratch: dict[str, Any] = {
         "ring_x": plgpu.SMEM((tiling.num_slots, rows, tiling.block_k), x.dtype, transforms=tiled),
         "ring_w": plgpu.SMEM(
@@ -75,7 +81,7 @@ def skinny_matmul_mosaic(
         ),
         "staging": plgpu.SMEM((tiling.consumers, ROWS, tiling.chunk), out_dtype),
         "loaded": plgpu.Barrier(num_barriers=tiling.num_slots, num_arrivals=1 + together),
-        "used": plgpu.Barrier(num_barriers=tiling.num_slots, num_arrivals=tiling.consumers),
+        "used": used(num_barriers=tiling.num_slots, num_arrivals=tiling.consumers),
         "staged": plgpu.Barrier(num_barriers=tiling.consumers),
     }
     if tiling.splits > 1:
@@ -86,13 +92,14 @@ def skinny_matmul_mosaic(
         scratch["exchanged"] = [
             plgpu.Barrier(num_arrivals=(tiling.splits - 1) * together) for _ in range(tiling.consumers)
         ]
-    clusters = {} if tiling.splits == 1 else {"cluster": (tiling.splits,), "cluster_names": ("split",)}
+    together_ctas = tiling.splits * tiling.shares
+    clusters = {} if together_ctas == 1 else {"cluster": (together_ctas,), "cluster_names": (CLUSTER,)}
     kernel = plgpu.kernel(
         partial(_skinny_matmul, tiling, epilogue, len(weights), overlap, interpret is not None),
         out_type=[
             jax.ShapeDtypeStruct((tokens, w.shape[0]), out_dtype) for w in weights[: len(weights) // together]
         ],
-        grid=(tiling.num_tiles,),
+        grid=(tiling.num_tiles // tiling.shares,),
         grid_names=("tile",),
         num_threads=tiling.consumers + 1,
         thread_name="warpgroup",
@@ -119,6 +126,7 @@ def _skinny_matmul(
 ) -> None:
     weights, refs = refs[:num_weights], refs[num_weights:]
     biases, refs = (refs[:num_weights], refs[num_weights:]) if epilogue.biased else ((), refs)
+    place = lax.axis_index(CLUSTER) if tiling.splits * tiling.shares > 1 else 0
     cta = _Cta(
         tiling=tiling,
         epilogue=epilogue,
@@ -128,8 +136,8 @@ def _skinny_matmul(
         biases=biases,
         add=refs[0] if epilogue.adds else None,
         outs=refs[1:] if epilogue.adds else refs,
-        tile=lax.axis_index("tile"),
-        split=lax.axis_index("split") if tiling.splits > 1 else 0,
+        tile=lax.axis_index("tile") * tiling.shares + (place if tiling.shares > 1 else 0),
+        split=place if tiling.splits > 1 else 0,
         warpgroup=lax.axis_index("warpgroup"),
         scratch=scratch,
     )
@@ -226,7 +234,10 @@ class _Cta:
         def load_tokens(step: Any) -> None:
             slot, rows = self.slot(step), pl.ds(0, self.x.shape[0])
             ring = self.scratch["ring_x"].at[slot, rows]
-            plgpu.copy_gmem_to_smem(self.x.at[rows, stretch(step)], ring, loaded.at[slot])
+            axes = (CLUSTER,) if tiling.shares > 1 else None
+            plgpu.copy_gmem_to_smem(
+                self.x.at[rows, stretch(step)], ring, loaded.at[slot], collective_axes=axes
+            )
 
         pl.loop(0, tiling.num_slots)(load_weights)
         if self.overlap:
@@ -296,7 +307,7 @@ class _Cta:
                             received.at[i, place, which],
                             self.scratch["exchanged"][i],
                             cluster_idx=jnp.int32(to),
-                            cluster_dim="split",
+                            cluster_dim=CLUSTER,
                         )
                     )
 

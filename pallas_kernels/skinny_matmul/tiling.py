@@ -9,6 +9,8 @@ from pallas_kernels.mosaic_support import NUM_SMS
 CLUSTERED_SMS = {1: NUM_SMS, 2: NUM_SMS, 4: 120}
 """CTAs in clusters of each size that surely run at once: a cluster lies in one of the chip's eight parts,
 which have 14 to 18 multiprocessors each. One that has to wait would double the time."""
+CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4))
+"""Ways in which CTAs work together: (that split a tile, that share activations)."""
 ROWS = 64
 """Tokens of a consumer warpgroup: the rows of one Hopper matrix instruction."""
 MAX_TOKENS = 2 * ROWS
@@ -46,11 +48,12 @@ class Tiling:
 
     Attributes:
         features: output features of a tile.
-        splits: CTAs (one cluster) that share a tile, each with a stretch of the contracted axis.
+        splits: CTAs (one cluster) that split a tile, each with a stretch of the contracted axis.
         num_slots: slots of the ring.
         num_tiles: tiles of all matrices.
         consumers: warpgroups that compute, each for 64 tokens.
         chunk: output features that are stored at once.
+        shares: CTAs (one cluster) that share activations, each with a tile of its own.
     """
 
     features: int
@@ -59,6 +62,7 @@ class Tiling:
     num_tiles: int
     consumers: int
     chunk: int
+    shares: int = 1
     block_k: int = BLOCK_K
 
 
@@ -67,7 +71,8 @@ def plan_tiling(
 ) -> Tiling | None:
     """The tiling that should take the least time, or None where none fits or would be faster than XLA.
 
-    Clusters are not chosen for more than `ROWS` tokens: no run on a GPU has shown them right there.
+    Clusters that share activations, and those that split tiles for more than `ROWS` tokens, are not chosen:
+    no run on a GPU has shown them right.
 
     Args:
         tokens: rows of the product, a multiple of 8, at most `MAX_TOKENS`.
@@ -87,7 +92,8 @@ def plan_tiling(
             out_bytes=out_bytes,
             adds=adds,
         )
-        if tiling.num_tiles * tiling.splits <= CLUSTERED_SMS[tiling.splits]
+        if tiling.num_tiles * tiling.splits <= CLUSTERED_SMS[tiling.splits * tiling.shares]
+        and tiling.shares == 1
         and (tiling.splits == 1 or tiling.consumers == 1)
     ]
     if not found:
@@ -103,12 +109,12 @@ def candidates(
     """All tilings that divide evenly and fit, one CTA a multiprocessor; the arguments are `plan_tiling`'s."""
     consumers = -(-tokens // ROWS)
     common = math.gcd(*sizes)
-    for splits in CLUSTERED_SMS:
-        if contracted % (splits * BLOCK_K):
+    for splits, shares in CLUSTERS:
+        if contracted % (splits * BLOCK_K) or tokens % (shares * ALIGN):
             continue
         for features in range(ALIGN * splits, MAX_TILE // together + 1, ALIGN * splits):
             num_tiles = sum(sizes) // features // together
-            if common % features or num_tiles * splits > NUM_SMS:
+            if common % features or num_tiles * splits > NUM_SMS or num_tiles % shares:
                 continue
             own = features // splits
             chunk = own if adds else max(c for c in range(ALIGN, CHUNK + 1, ALIGN) if own % c == 0)
@@ -124,6 +130,7 @@ def candidates(
                     num_tiles=num_tiles,
                     consumers=consumers,
                     chunk=chunk,
+                    shares=shares,
                 )
 
 
@@ -132,7 +139,8 @@ def _seconds(tokens: int, contracted: int, together: int, tiling: Tiling) -> flo
     num_ctas = tiling.num_tiles * tiling.splits
     weights = 2 * tiling.features * together * contracted // tiling.splits
     activations = 2 * tokens * contracted // tiling.splits
+    from_cache = weights + activations // tiling.shares
     cta_s = (weights + activations) / CTA_BYTES_PER_S
-    cache_s = num_ctas * (weights + activations) / CACHE_BYTES_PER_S
+    cache_s = num_ctas * from_cache / CACHE_BYTES_PER_S
     memory_s = num_ctas * weights / MEMORY_BYTES_PER_S
     return max(cta_s, cache_s, memory_s) + FIXED_S + EXCHANGE_S * (tiling.splits - 1)

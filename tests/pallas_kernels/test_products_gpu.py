@@ -63,6 +63,7 @@ def test_every_tiling_gives_the_product(tokens):
         candidates(tokens=tokens, sizes=[1024], contracted=2048, together=1, out_bytes=2, adds=True)
     )
     assert {tiling.splits for tiling in tilings} == {1, 2, 4}
+    assert {tiling.shares for tiling in tilings} == ({1} if tokens == 8 else {1, 2, 4})
     for tiling in tilings:
         options = {"epilogue": Epilogue(adds=True), "out_dtype": jnp.bfloat16, "overlap": True}
         run = jax.jit(
