@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.kernels.common import DTYPE, Report, alone, launch_seconds, random_array
+from benchmarks.kernels.common import DTYPE, NO_LOCK, Report, alone, launch_seconds, random_array
 from pallas_kernels.multi_token_attention import multi_token_attention, plan_attention, tile_tokens
 from pallas_kernels.multi_token_attention.shapes import DECODE, MIXED, PAPER, PREFILL, SHAPES, Shape
 from pensieve_jax.bench.timing import Ceilings, measure_ceilings

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.common import DTYPE, Report, alone, launch_seconds, random_array
+from benchmarks.kernels.common import DTYPE, NO_LOCK, Report, alone, launch_seconds, random_array
 from benchmarks.kernels.products import PRODUCTS, Product, limits_of
 from pallas_kernels.norm import layer_norm, rms_norm
 from pallas_kernels.skinny_matmul.api import run_mosaic
