@@ -1,17 +1,17 @@
 """A layer's products on one GPU, chained as in a decode step: weights of one stream while another still runs.
 
-    python -m benchmarks.kernels.layer [--layer llama|opt] [--tokens 64] [--every] [--lock FILE] [--out FILE]
+    python -m benchmarks.kernels.layer [--layer llama|opt] [--tokens 64] [--every] [--cut o=40,down=80-split2]
 
 Times are of a layer: norm, q k v, something small in attention's place, projection, norm, up, down, over
 several layers of different weights, back to back. With --every each product is also cut in every other way
-that seems worth a look, one at a time: that is how the rates in `pallas_kernels/skinny_matmul/tiling.py` and
+that seems worth a look, one at a time, and --cut names several at once: that is how the rates in `pallas_kernels/skinny_matmul/tiling.py` and
 the choice between them are found. Everything is compiled first; then --lock waits until no other process that
 names the same file measures, so that several can compile side by side.
 """
 
 import argparse
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -46,14 +46,14 @@ def name_of(tiling: Tiling | None) -> str:
     """Features, and how CTAs work together."""
     if tiling is None:
         return "xla"
-    clusters = {"split": tiling.splits, "share": tiling.shares}
+    clusters = {"split": tiling.splits, "share": tiling.shares, "room": tiling.ctas_per_sm}
     return "-".join(
         [str(tiling.features), *(f"{way}{count}" for way, count in clusters.items() if count > 1)]
     )
 
 
-def cuts(names: tuple[str, ...], tokens: int, *, every: bool) -> dict[str, Cut]:
-    """The chosen way, XLA's products, and, on demand, the chosen way with one product cut in another."""
+def cuts(names: tuple[str, ...], tokens: int, *, every: bool, asked: Sequence[str] = ()) -> dict[str, Cut]:
+    """The chosen way, XLA's products, and, on demand, the chosen way with products cut in another."""
     limits = {name: limits_of(PRODUCTS[name], tokens) for name in names}
     chosen = {name: plan_tiling(**limits[name]) for name in names}
     found: dict[str, Cut] = {"chosen": chosen, "xla": dict.fromkeys(names)}
@@ -64,6 +64,14 @@ def cuts(names: tuple[str, ...], tokens: int, *, every: bool) -> dict[str, Cut]:
         for other in [*others, None]:
             if other != chosen[name]:
                 found[f"{name}={name_of(other)}"] = chosen | {name: other}
+    for combination in asked:
+        changes = {}
+        for word in combination.split(","):
+            short, _, way = word.partition("=")
+            name = next(name for name in names if name.endswith(f"_{short}"))
+            tilings = {name_of(tiling): tiling for tiling in candidates(**limits[name])}
+            changes[name] = None if way == "xla" else tilings[way]
+        found[combination] = chosen | changes
     return found
 
 
@@ -107,12 +115,13 @@ def main() -> None:
     parser.add_argument("--layer", default="llama", choices=LAYERS)
     parser.add_argument("--tokens", type=int, default=64, help="a multiple of 8")
     parser.add_argument("--every", action="store_true", help="cut each product in other ways, too")
+    parser.add_argument("--cut", action="append", default=[], help="cut the named products so")
     parser.add_argument("--lock", type=Path, default=NO_LOCK, help="one process at a time measures under it")
     parser.add_argument("--out", type=Path, help="file of JSON lines")
     args = parser.parse_args()
     names, tokens = LAYERS[args.layer], args.tokens
     width = PRODUCTS[names[0]].contracted
-    plans = cuts(names, tokens, every=args.every)
+    plans = cuts(names, tokens, every=args.every, asked=args.cut)
 
     def abstract(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, DTYPE)

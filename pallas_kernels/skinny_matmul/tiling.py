@@ -1,5 +1,6 @@
 """How a product is cut: tiles of output features, and stretches of the contracted axis. Pure Python."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ MAX_TILE = 256
 """Features of a tile at most: the columns of one matrix instruction, 128 accumulator registers a thread."""
 CHUNK = 64
 """Output features that are stored at once, at most."""
-SHARED_BYTES = 212 * 1024
-"""Shared memory of a CTA. The rest of a multiprocessor's 228 KB is left to the small kernel before this one,
-so that both are there at once."""
+SHARED_BYTES = {1: 212 * 1024, 2: 108 * 1024}
+"""Shared memory of a CTA, by how many a multiprocessor holds. The rest of its 228 KB is left to the small
+kernel before this one, so that all are there at once."""
 MAX_SLOTS = 12
 MIN_SLOTS = 3
 MEMORY_BYTES_PER_S = 4.28e12
@@ -54,6 +55,8 @@ class Tiling:
         consumers: warpgroups that compute, each for 64 tokens.
         chunk: output features that are stored at once.
         shares: CTAs (one cluster) that share activations, each with a tile of its own.
+        ctas_per_sm: CTAs that a multiprocessor has room for: with two, the next product's weights stream in
+            while this one ends, or it has more and smaller tiles.
     """
 
     features: int
@@ -63,6 +66,7 @@ class Tiling:
     consumers: int
     chunk: int
     shares: int = 1
+    ctas_per_sm: int = 1
     block_k: int = BLOCK_K
 
 
@@ -72,7 +76,7 @@ def plan_tiling(
     """The tiling that should take the least time, or None where none fits or would be faster than XLA.
 
     Clusters that share activations, and those that split tiles for more than `ROWS` tokens, are not chosen:
-    no run on a GPU has shown them right.
+    no run on a GPU has shown them right. Nor are two CTAs on a multiprocessor, which nobody has timed.
 
     Args:
         tokens: rows of the product, a multiple of 8, at most `MAX_TOKENS`.
@@ -93,7 +97,7 @@ def plan_tiling(
             adds=adds,
         )
         if tiling.num_tiles * tiling.splits <= CLUSTERED_SMS[tiling.splits * tiling.shares]
-        and tiling.shares == 1
+        and tiling.shares == tiling.ctas_per_sm == 1
         and (tiling.splits == 1 or tiling.consumers == 1)
     ]
     if not found:
@@ -106,22 +110,24 @@ def plan_tiling(
 def candidates(
     *, tokens: int, sizes: Sequence[int], contracted: int, together: int, out_bytes: int, adds: bool
 ) -> Iterator[Tiling]:
-    """All tilings that divide evenly and fit, one CTA a multiprocessor; the arguments are `plan_tiling`'s."""
+    """All tilings that divide evenly and fit, all CTAs at once; the arguments are `plan_tiling`'s."""
     consumers = -(-tokens // ROWS)
     common = math.gcd(*sizes)
-    for splits, shares in CLUSTERS:
+    for (splits, shares), ctas_per_sm in itertools.product(CLUSTERS, SHARED_BYTES):
         if contracted % (splits * BLOCK_K) or tokens % (shares * ALIGN):
+            continue
+        if ctas_per_sm > 1 and consumers > 1:  # a multiprocessor's registers don't suffice
             continue
         for features in range(ALIGN * splits, MAX_TILE // together + 1, ALIGN * splits):
             num_tiles = sum(sizes) // features // together
-            if common % features or num_tiles * splits > NUM_SMS or num_tiles % shares:
+            if common % features or num_tiles * splits > NUM_SMS * ctas_per_sm or num_tiles % shares:
                 continue
             own = features // splits
             chunk = own if adds else max(c for c in range(ALIGN, CHUNK + 1, ALIGN) if own % c == 0)
             fixed = consumers * ROWS * (chunk * out_bytes + (splits - 1) * own * together * 4)
             slot = (features * together + consumers * ROWS) * BLOCK_K * 2
             steps = contracted // splits // BLOCK_K
-            num_slots = min(MAX_SLOTS, steps, (SHARED_BYTES - fixed) // slot)
+            num_slots = min(MAX_SLOTS, steps, (SHARED_BYTES[ctas_per_sm] - fixed) // slot)
             if num_slots >= MIN_SLOTS:
                 yield Tiling(
                     features=features,
@@ -131,6 +137,7 @@ def candidates(
                     consumers=consumers,
                     chunk=chunk,
                     shares=shares,
+                    ctas_per_sm=ctas_per_sm,
                 )
 
 
