@@ -4,9 +4,10 @@
 
 Times are of a layer: norm, q k v, something small in attention's place, projection, norm, up, down, over
 several layers of different weights, back to back. With --every each product is also cut in every other way
-that seems worth a look, one at a time, and --cut names several at once: that is how the rates in `pallas_kernels/skinny_matmul/tiling.py` and
-the choice between them are found. Everything is compiled first; then --lock waits until no other process that
-names the same file measures, so that several can compile side by side.
+that seems worth a look, one at a time, and --cut names several at once: that is how the rates in
+`pallas_kernels/skinny_matmul/tiling.py` and the choice between them are found. Everything is compiled
+first; then --lock waits until no other process that names the same file measures, so that several can
+compile side by side.
 """
 
 import argparse
