@@ -189,9 +189,18 @@ def attention(report: Report, section: Section) -> list[str]:
 
 def kernels(report: Report, section: Section) -> list[str]:
     """Figure 12."""
-    lines = [line for line in report.of("", "kernels") if line["ceiling"] is not None]
-    if not lines:
-        return [NOTHING]
+    cells = _beside_peers(report, "kernels")
+    return [*_ways_to_attend(report, section), cells] if cells else [NOTHING]
+
+
+def steps(report: Report, _: Section) -> list[str]:
+    """What `pensieve bench step` left."""
+    return [_beside_peers(report, "step") or NOTHING]
+
+
+def _beside_peers(report: Report, bench: str) -> str:
+    """A table of a benchmark's figures that have something beside them; empty without any."""
+    lines = [line for line in report.of("", bench) if line["ceiling"] is not None]
     head = ("case", "measured", "beside it", "ratio", "on")
     cells = [
         (
@@ -203,7 +212,7 @@ def kernels(report: Report, section: Section) -> list[str]:
         )
         for line in lines
     ]
-    return [*_ways_to_attend(report, section), _table(head, cells)]
+    return _table(head, cells) if cells else ""
 
 
 def _ways_to_attend(report: Report, section: Section) -> list[str]:
@@ -298,6 +307,13 @@ SECTIONS = (
         title="Figure 15: think time",
         paper="From 30 to 600 s gains shrink, and are still there at 600 s (Llama 2-13B).",
         body=think_times,
+    ),
+    Section(
+        prefix="step",
+        title="Steps of a model",
+        paper="not in it: decode and prefill steps of `pensieve bench step`, beside their floor or what they "
+        "are compared with.",
+        body=steps,
     ),
     Section(
         prefix="compression",

@@ -73,7 +73,7 @@ def test_page_has_the_papers_numbers_and_ours(tmp_path):
     assert "| 2048 | 111 | 434 | 766 |" in text and (tmp_path / "images" / "fig12_h40kv10.svg").exists()
     assert "| compression_skip | hit_rate_device | 0.32 | 0.33 | -1.0 points |" in text
     assert (tmp_path / "images" / "fig10_llama-2-13b-kv10_sharegpt.svg").is_file()
-    assert text.count(NOTHING) == 4  # 11, 13, 14, and 15's curves
+    assert text.count(NOTHING) == 5  # 11, 13, 14, 15's curves, and steps
 
 
 def test_kept_results_make_a_page(tmp_path):
