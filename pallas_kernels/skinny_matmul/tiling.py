@@ -15,8 +15,9 @@ CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4))
 ROWS = 64
 """Tokens of a consumer warpgroup: the rows of one Hopper matrix instruction."""
 MAX_TOKENS = 2 * ROWS
-BLOCK_K = 64
-"""Elements of the contracted axis in a slot of the ring: one line of 128 bytes of the swizzled layout."""
+BLOCKS_K = (64, 256)
+"""Elements of the contracted axis in a slot of the ring: one or several lines of 128 bytes of the swizzled
+layout, each a run of bytes of one feature."""
 ALIGN = 8
 """Features of a tile are a multiple of it, and tokens as well."""
 MAX_TILE = 256
@@ -57,6 +58,7 @@ class Tiling:
         shares: CTAs (one cluster) that share activations, each with a tile of its own.
         ctas_per_sm: CTAs that a multiprocessor has room for: with two, the next product's weights stream in
             while this one ends, or it has more and smaller tiles.
+        block_k: elements of the contracted axis in a slot of the ring.
     """
 
     features: int
@@ -67,7 +69,7 @@ class Tiling:
     chunk: int
     shares: int = 1
     ctas_per_sm: int = 1
-    block_k: int = BLOCK_K
+    block_k: int = BLOCKS_K[0]
 
 
 def plan_tiling(
@@ -76,7 +78,8 @@ def plan_tiling(
     """The tiling that should take the least time, or None where none fits or would be faster than XLA.
 
     Clusters that share activations, and those that split tiles for more than `ROWS` tokens, are not chosen:
-    no run on a GPU has shown them right. Nor are two CTAs on a multiprocessor, which nobody has timed.
+    no run on a GPU has shown them right. Nor are two CTAs on a multiprocessor and
+    long slots, which nobody has timed.
 
     Args:
         tokens: rows of the product, a multiple of 8, at most `MAX_TOKENS`.
@@ -98,6 +101,7 @@ def plan_tiling(
         )
         if tiling.num_tiles * tiling.splits <= CLUSTERED_SMS[tiling.splits * tiling.shares]
         and tiling.shares == tiling.ctas_per_sm == 1
+        and tiling.block_k == BLOCKS_K[0]
         and (tiling.splits == 1 or tiling.consumers == 1)
     ]
     if not found:
@@ -113,8 +117,9 @@ def candidates(
     """All tilings that divide evenly and fit, all CTAs at once; the arguments are `plan_tiling`'s."""
     consumers = -(-tokens // ROWS)
     common = math.gcd(*sizes)
-    for (splits, shares), ctas_per_sm in itertools.product(CLUSTERS, SHARED_BYTES):
-        if contracted % (splits * BLOCK_K) or tokens % (shares * ALIGN):
+    ways = itertools.product(CLUSTERS, SHARED_BYTES, BLOCKS_K)
+    for (splits, shares), ctas_per_sm, block_k in ways:
+        if contracted % (splits * block_k) or tokens % (shares * ALIGN):
             continue
         if ctas_per_sm > 1 and consumers > 1:  # a multiprocessor's registers don't suffice
             continue
@@ -125,8 +130,8 @@ def candidates(
             own = features // splits
             chunk = own if adds else max(c for c in range(ALIGN, CHUNK + 1, ALIGN) if own % c == 0)
             fixed = consumers * ROWS * (chunk * out_bytes + (splits - 1) * own * together * 4)
-            slot = (features * together + consumers * ROWS) * BLOCK_K * 2
-            steps = contracted // splits // BLOCK_K
+            slot = (features * together + consumers * ROWS) * block_k * 2
+            steps = contracted // splits // block_k
             num_slots = min(MAX_SLOTS, steps, (SHARED_BYTES[ctas_per_sm] - fixed) // slot)
             if num_slots >= MIN_SLOTS:
                 yield Tiling(
@@ -138,6 +143,7 @@ def candidates(
                     chunk=chunk,
                     shares=shares,
                     ctas_per_sm=ctas_per_sm,
+                    block_k=block_k,
                 )
 
 
