@@ -61,6 +61,11 @@ class BatchArrays:
     """i32[num_samples]: the token after which each sampling row's next token is chosen."""
 
     @property
+    def num_tokens(self) -> int:
+        """Query tokens, padding included."""
+        return len(self.given_ids)
+
+    @property
     def token_ids(self) -> jax.Array:
         """i32[num_tokens]: all tokens, those that only the device knows included."""
         return jnp.asarray(self.previous).at[self.sources].get(mode="fill", fill_value=0) + self.given_ids

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,12 @@ LOOK_AHEAD = 2
 """Layers whose swap-in is issued ahead of a layer's compute: a transfer that is enqueued behind compute waits
 for all of it."""
 
+MANY_TOKENS = 512
+"""Tokens from which all products of a step are the library's, each by itself. It adds the residual to a
+product. Where XLA makes products, each has its own copy of the norm before it; where XLA merges those of keys
+and values, it concatenates weights and slices results at every step."""
+LIBRARY_PRODUCTS = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "dot-merger"}
+
 type StageIn = Callable[[int], jax.Array]
 """Layer number -> its staged pages on the device, still being copied."""
 
@@ -34,6 +41,13 @@ class StepMemory:
     """Of the pools of all layers."""
     in_place_bytes: int
     """Of arguments whose memory the results take over. The pools are among them, or they would be copied."""
+
+
+def by_tokens(function: Callable, **options: Any) -> Callable[[BatchArrays], Any]:
+    """A function jitted for steps of few tokens, and for those of many; the result picks by a batch."""
+    few = jax.jit(function, **options)
+    many = jax.jit(function, compiler_options=LIBRARY_PRODUCTS, **options)
+    return lambda batch: many if batch.num_tokens >= MANY_TOKENS else few
 
 
 class ModelRunner:
@@ -67,9 +81,9 @@ class ModelRunner:
         self._weights = functions.place(weights)
         self.reset_pool()
         self._embed = jax.jit(functions.embed)
-        self._layer = jax.jit(functions.layer, static_argnames="kind", donate_argnames="kv")
+        self._layer = by_tokens(functions.layer, static_argnames="kind", donate_argnames="kv")
         self._head = jax.jit(functions.head)
-        self._whole = jax.jit(functions.whole, donate_argnames="pools")
+        self._whole = by_tokens(functions.whole, donate_argnames="pools")
         # Apart from the layers: another way of choosing tokens compiles this alone.
         self._sample = jax.jit(sample)
         self._scatter = jax.jit(functions.scatter, donate_argnames="kv")
@@ -110,7 +124,7 @@ class ModelRunner:
         shape = (num_pages, *self._pool_shape[1:])
         pool = jax.ShapeDtypeStruct(shape, self.spec.dtype, sharding=self.kv_sharding)
         pools = [pool] * self.spec.num_layers
-        account = self._whole.lower(self._weights, pools, batch).compile().memory_analysis()
+        account = self._whole(batch).lower(self._weights, pools, batch).compile().memory_analysis()
         assert account is not None, "CPU and GPU give one"
         pool_bytes = int(np.prod(shape)) * np.dtype(self.spec.dtype).itemsize // self.mesh.size
         return StepMemory(
@@ -130,11 +144,11 @@ class ModelRunner:
         """
         weights = self._weights
         if not layered:
-            return [self._whole.lower(weights, self._pools, batch)]
+            return [self._whole(batch).lower(weights, self._pools, batch)]
         x = self._embed(weights[0], batch)
         return [
             *(
-                self._layer.lower(kind, weights[layer + 1], x, self._pools[layer], batch)
+                self._layer(batch).lower(kind, weights[layer + 1], x, self._pools[layer], batch)
                 for layer, kind in self._first_of_kind()
             ),
             self._head.lower(weights[-1], x, batch),
@@ -142,7 +156,7 @@ class ModelRunner:
 
     def run_resident(self, batch: BatchArrays, sampling: SamplingArrays) -> SampleOutput:
         """Run all layers in one call. Doesn't wait for the result."""
-        logits, self._pools = self._whole(self._weights, self._pools, batch)
+        logits, self._pools = self._whole(batch)(self._weights, self._pools, batch)
         return self._sample(logits, sampling)
 
     def run_layered(
@@ -160,7 +174,7 @@ class ModelRunner:
             the chosen tokens, without waiting for them.
         """
         weights, kinds = self._weights, self._functions.kind_of
-        x = self._embed(weights[0], batch)
+        x, run_layer = self._embed(weights[0], batch), self._layer(batch)
         staged: list[jax.Array | None] = []
         for layer in range(self.spec.num_layers):
             while stage_in is not None and len(staged) <= min(layer + LOOK_AHEAD, self.spec.num_layers - 1):
@@ -168,7 +182,7 @@ class ModelRunner:
             if staged:
                 self.scatter(layer, staged[layer], pages)
                 staged[layer] = None  # its memory is free once the pages are in the pool
-            x, self._pools[layer] = self._layer(
+            x, self._pools[layer] = run_layer(
                 kinds[layer + 1], weights[layer + 1], x, self._pools[layer], batch
             )
         logits = self._head(weights[-1], x, batch)

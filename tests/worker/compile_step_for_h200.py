@@ -23,6 +23,7 @@ from pensieve_jax.models.families import abstract_model
 from pensieve_jax.models.presets import preset
 from pensieve_jax.parallel import TENSOR_AXIS
 from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, pack
+from pensieve_jax.worker.runner import by_tokens
 from pensieve_jax.worker.step_functions import KV_SPEC, StepFunctions, split_model
 
 # What is compiled for is not the default device.
@@ -90,8 +91,8 @@ def main() -> None:
             PreviousSamples(token_ids=np.zeros(shapes.max_samples, np.int32), places={}),
         )
         placed = jax.tree.map(lambda x, step=step: step.placed(x, P()), batch)
-        whole = jax.jit(step.functions.whole, donate_argnames="pools")
-        compiled = whole.lower(step.weights, step.pools, placed).compile()
+        whole = by_tokens(step.functions.whole, donate_argnames="pools")
+        compiled = whole(batch).lower(step.weights, step.pools, placed).compile()
         memory, text = compiled.memory_analysis(), compiled.as_text()
         entry = text[text.index("ENTRY") :]
         launches = re.findall(r" (fusion|custom-call|copy|all-reduce|all-reduce-start)\(", entry)

@@ -29,3 +29,11 @@ def test_a_decode_step_is_few_launches(compiled):
     assert two["kernels"] == 8 * LAYERS + 2
     assert one["launches"] <= 9 * LAYERS + 7
     assert two["launches"] <= 14 * LAYERS + 7
+
+
+def test_a_prefill_step_is_few_launches(compiled):
+    """A layer: norm, q, k, v, rotation and writing, attention, product and residual, norm, gate, up, what
+    joins them, product and residual."""
+    line = compiled["prefill 2048, 13B"]
+    assert line["kernels"] == 2 * LAYERS + 2
+    assert line["launches"] <= 12 * LAYERS + 5
