@@ -21,7 +21,7 @@ LOOK_AHEAD = 2
 """Layers whose swap-in is issued ahead of a layer's compute: a transfer that is enqueued behind compute waits
 for all of it."""
 
-MANY_TOKENS = 512
+MANY_TOKENS = 256
 """Tokens from which all products of a step are the library's, each by itself. It adds the residual to a
 product. Where XLA makes products, each has its own copy of the norm before it; where XLA merges those of keys
 and values, it concatenates weights and slices results at every step."""
