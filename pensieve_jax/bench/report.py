@@ -12,6 +12,8 @@ from pensieve_jax.records import record
 
 BARS_MODEL = "llama-2-13b-kv10"
 """The model of the project's bars: its cases have their plain names."""
+SHORT_NAMES = {BARS_MODEL: "13b", "llama-2-70b": "llama70b", "opt-13b": "opt13b", "opt-66b": "opt66b"}
+"""Models in the names of sharded cases."""
 KERNELS_SHOWN = 12
 """Of a traced step, those that take most time."""
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
@@ -75,6 +77,13 @@ def trace_table(case: str, trace: DeviceTrace) -> Table:
     return table
 
 
+def case_id(model: str, num_shards: int, case: str) -> str:
+    """What a case is called in the results, as the project's bars call it."""
+    if num_shards > 1:
+        return f"tp{num_shards}_{SHORT_NAMES.get(model, model)}_{case.removesuffix('_ctx1024')}"
+    return case if model == BARS_MODEL else f"{model}/{case}"
+
+
 def records(
     bench: StepBench, results: list[StepTime], *, model: str, device: str | None, driver: str | None
 ) -> Iterator[dict[str, Any]]:
@@ -87,7 +96,7 @@ def records(
     }
 
     def named(case: str) -> str:
-        return case if model == BARS_MODEL else f"{model}/{case}"
+        return case_id(model, bench.mesh.size, case)
 
     rates = bench.ceilings
     shards = {"model": model, "num_shards": bench.mesh.size}

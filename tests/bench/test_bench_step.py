@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from pensieve_jax.bench import PRESETS, StepBench, find_preset
 from pensieve_jax.bench.cases import CASES, Case, Kind, decode_case, prefill_case
 from pensieve_jax.bench.floor import step_floor
+from pensieve_jax.bench.report import case_id
 from pensieve_jax.bench.timing import Ceilings, seconds_each
 from pensieve_jax.bench.trace import read_trace
 from pensieve_jax.cli import app
@@ -158,3 +159,10 @@ def test_what_there_is_not_is_refused():
         find_preset("gpt")
     done = CliRunner().invoke(app, ["bench", "step", "tiny", "--only", "nothing"])
     assert done.exit_code == 2
+
+
+def test_cases_are_called_as_the_bars_call_them():
+    assert case_id("llama-2-13b-kv10", 1, "decode_b1_ctx1024") == "decode_b1_ctx1024"
+    assert case_id("opt-13b", 1, "prefill_8x4096") == "opt-13b/prefill_8x4096"
+    assert case_id("llama-2-70b", 2, "decode_b64_ctx1024") == "tp2_llama70b_decode_b64"
+    assert case_id("llama-2-13b-kv10", 2, "decode_b64_ctx1024") == "tp2_13b_decode_b64"
