@@ -18,6 +18,7 @@ from rich.table import Table
 
 from pensieve_jax.assets import DEFAULT_FOLDER, SMOLLM2, AssetError, fetch_sharegpt, fetch_smollm2
 from pensieve_jax.core.errors import InvalidArgumentError, PensieveError
+from pensieve_jax.core.model_shape import KV_DTYPES, check_kv_dtype
 from pensieve_jax.versions import package_version
 
 if TYPE_CHECKING:
@@ -145,6 +146,12 @@ DevicePages = Annotated[
 HostPages = Annotated[
     int | None, typer.Option(min=0, help="Pages of 32 tokens in host memory.", show_default="what fits")
 ]
+KvOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-dtype", help=f"How KV is kept: {', '.join(KV_DTYPES)}.", show_default="as the weights"
+    ),
+]
 ProfilePath = Annotated[
     Path | None,
     typer.Option(
@@ -198,6 +205,7 @@ def chat(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of weights and KV.", show_default="the checkpoint's")
     ] = None,
+    kv_dtype: KvOption = None,
     num_shards: Annotated[int, typer.Option(min=1, help="Devices to spread the model over.")] = 1,
     profile: ProfilePath = None,
     debug: Debug = False,
@@ -211,7 +219,12 @@ def chat(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
     )
     config = EngineConfig(
-        tiers=TierConfig(device_pages=device_pages, host_pages=host_pages, policy=policy),
+        tiers=TierConfig(
+            device_pages=device_pages,
+            host_pages=host_pages,
+            policy=policy,
+            kv_dtype=check_kv_dtype(kv_dtype),
+        ),
         scheduler=SchedulerConfig(max_rows=CHAT_ROWS),
         max_context_tokens=max_context,
         log_path=log,
@@ -396,7 +409,12 @@ def _pass_on(context: typer.Context, command: Callable[..., None]) -> None:
 
 @app.command()
 @_command
-def info(checkpoint: Checkpoint = None, profile: ProfilePath = None, debug: Debug = False) -> None:
+def info(
+    checkpoint: Checkpoint = None,
+    kv_dtype: KvOption = None,
+    profile: ProfilePath = None,
+    debug: Debug = False,
+) -> None:
     """Show versions, devices and kernels; and what a checkpoint is."""
     from pensieve_jax.info import checkpoint_facts, machine_facts
 
@@ -405,7 +423,7 @@ def info(checkpoint: Checkpoint = None, profile: ProfilePath = None, debug: Debu
     path = checkpoint or _demo_model()
     if path is not None:
         console.print()
-        console.print(_facts_table(str(path), checkpoint_facts(path, profile)))
+        console.print(_facts_table(str(path), checkpoint_facts(path, profile, check_kv_dtype(kv_dtype))))
 
 
 def _facts_table(title: str | None, facts: dict[str, str]) -> Table:

@@ -8,6 +8,7 @@ from typing import Literal
 from host_cache.config import CHUNK_TOKENS, RUNNING_RESERVE, SWAP_OUT_BELOW, TransferFaults
 from host_cache.policies import PolicyFactory, RetentionValue, find_policy
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.model_shape import KvDtype, check_kv_dtype
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
 
 
@@ -43,6 +44,9 @@ class TierConfig:
     """Copy chunks to the host ahead of time under this share of free device pages."""
     running_reserve: float = RUNNING_RESERVE
     """Share of device pages that newcomers leave to running turns."""
+    kv_dtype: KvDtype | None = None
+    """How keys and values are kept in both tiers: "fp8_e4m3" in 8 bits, with a scale for each page and head,
+    which rounds them and holds nearly twice the tokens. None: in the model's dtype."""
     keep_state: bool = True
     """Keep KV between turns. False computes the whole history at every turn, as stateless servers do."""
     check_host_memory: bool = True
@@ -57,6 +61,7 @@ class TierConfig:
             find_policy(self.policy)
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from error
+        check_kv_dtype(self.kv_dtype)
         share = self.device_memory_share
         _check(0 < share <= 1, "device_memory_share", share, "a share in (0, 1]")
         _check(0 <= self.swap_out_below <= 1, "swap_out_below", self.swap_out_below, "a share in [0, 1]")

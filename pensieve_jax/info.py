@@ -1,6 +1,7 @@
 """What `pensieve info` shows: versions, devices, kernels, and what a checkpoint is."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ from pallas_kernels.dispatch import runs_here
 from pallas_kernels.kv_write import api as kv_write
 from pallas_kernels.multi_token_attention import api as attention
 from pensieve_jax.config import TierConfig
+from pensieve_jax.core.model_shape import KvDtype
 from pensieve_jax.engine.build import DEVICE_MEMORY_SHARE, fitting_profile, recompute_cost, tier_sizes
 from pensieve_jax.models import describe_checkpoint
 from pensieve_jax.versions import package_version
@@ -35,13 +37,16 @@ def _chosen(implementations: Iterable[str]) -> str:
     return first + (f" (then {', '.join(others)})" if others else "")
 
 
-def checkpoint_facts(path: Path, profile: Path | None = None) -> dict[str, str]:
+def checkpoint_facts(
+    path: Path, profile: Path | None = None, kv_dtype: KvDtype | None = None
+) -> dict[str, str]:
     """Sizes of a checkpoint, how much conversation the tiers hold by default on this machine, and where the
     cost of recomputing comes from.
 
     Args:
         path: the checkpoint.
         profile: a file of `pensieve profile`; None: the cost is estimated.
+        kv_dtype: how keys and values are kept; None: as the weights.
 
     Raises:
         InvalidArgumentError: the profile can't be read, or is of another model or device.
@@ -49,14 +54,15 @@ def checkpoint_facts(path: Path, profile: Path | None = None) -> dict[str, str]:
     """
     described = describe_checkpoint(path)
     spec, device = described.spec, jax.local_devices()[0]
+    shape = replace(described.shape, kv_dtype=kv_dtype)
     cost = recompute_cost(
-        fitting_profile(profile, described.shape, device.device_kind),
-        described.shape,
+        fitting_profile(profile, shape, device.device_kind),
+        shape,
         page_tokens=CHUNK_TOKENS,
         max_context_tokens=spec.max_context_tokens,
     )
-    tiers = tier_sizes(spec, TierConfig(), device, 1)
-    token_bytes = described.shape.kv_bytes_per_token
+    tiers = tier_sizes(spec, TierConfig(kv_dtype=kv_dtype), device, 1)
+    token_bytes = shape.kv_page_bytes(tiers.page_tokens) / tiers.page_tokens
     device_tokens = tiers.device_pages * tiers.page_tokens
     if device.platform != "cpu":  # there the pool takes its share of what the weights leave
         device_tokens -= int(described.size_bytes * DEVICE_MEMORY_SHARE / token_bytes)
@@ -70,7 +76,7 @@ def checkpoint_facts(path: Path, profile: Path | None = None) -> dict[str, str]:
         "heads": f"{spec.num_heads} of {spec.head_dim}, {spec.num_kv_heads} for keys and values",
         "vocabulary": f"{spec.vocab_size:,} tokens",
         "context": f"{spec.max_context_tokens:,} tokens",
-        "KV of a token": f"{token_bytes:,} bytes",
+        "KV of a token": f"{token_bytes:,.0f} bytes in {kv_dtype or described.dtype}",
         "device tier": f"{max(0, device_tokens):,} tokens by default",
         "host tier": f"{host_tokens:,} tokens by default",
         "cost of recomputing": cost.source,

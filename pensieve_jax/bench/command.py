@@ -17,6 +17,7 @@ from pensieve_jax.bench.report import ceilings_line, records, results_table, tra
 from pensieve_jax.bench.step import StepBench
 from pensieve_jax.bench.trace import record_trace
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.model_shape import KV_DTYPES, check_kv_dtype
 from pensieve_jax.records import gpu, replace_records
 
 
@@ -24,6 +25,10 @@ def bench_step(
     model: Annotated[str, typer.Argument(help=f"Dimensions: {', '.join(PRESETS)}.")] = "tiny",
     only: Annotated[
         str | None, typer.Option(help="Cases whose name contains one of these words, by comma.")
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(help=f"How KV is kept: {', '.join(KV_DTYPES)}.", show_default="as the weights"),
     ] = None,
     num_shards: Annotated[int, typer.Option(min=1, help="Devices to spread the model over.")] = 1,
     step_tokens: Annotated[
@@ -44,6 +49,7 @@ def bench_step(
 ) -> None:
     """Measure decode and prefill steps, swapping and host gaps with random weights, beside their floors."""
     del debug
+    kv = check_kv_dtype(kv_dtype)
     preset, cases, console = find_preset(model), _chosen("only", only), Console()
     name, driver = gpu() or (None, None)
     device = jax.devices()[0].device_kind if name is None else name
@@ -60,7 +66,7 @@ def bench_step(
                 errors.print(f"{time.perf_counter() - begin:6.1f} s: {text}", highlight=False)
 
         say("making the model")
-        bench = StepBench(preset, cases, num_shards=num_shards, step_tokens=step_tokens)
+        bench = StepBench(preset, cases, num_shards=num_shards, step_tokens=step_tokens, kv_dtype=kv)
         try:
             chosen = [] if trace is None else _among(bench.cases, "traced", traced)
             seen = {case: trace / case.name for case in chosen if trace is not None}

@@ -95,11 +95,15 @@ def records(
         "packages": PACKAGES,
     }
 
+    kv_dtype = bench.model_shape.kv_dtype
+
     def named(case: str) -> str:
-        return case_id(model, bench.mesh.size, case)
+        return case_id(model, bench.mesh.size, case if kv_dtype is None else f"{kv_dtype}/{case}")
 
     rates = bench.ceilings
-    shards = {"model": model, "num_shards": bench.mesh.size}
+    shards: dict[str, Any] = {"model": model, "num_shards": bench.mesh.size}
+    if kv_dtype is not None:
+        shards["kv_dtype"] = kv_dtype
     for case, metric, value, unit in (
         ("ceiling_copy", "bandwidth", rates.copy_bytes_per_s / 1e9, "GB/s"),
         ("ceiling_matmul", "rate", rates.matmul_flops / 1e12, "TFLOP/s"),

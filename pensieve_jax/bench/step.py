@@ -14,10 +14,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from host_cache.plan import PageCopy
+from pallas_kernels.kv_write import kv_write
 from pensieve_jax.bench.cases import Case, Kind
 from pensieve_jax.bench.floor import Floor, step_floor
 from pensieve_jax.bench.presets import Preset
 from pensieve_jax.bench.timing import Ceilings, measure_ceilings, one_more_s, seconds_each
+from pensieve_jax.core.model_shape import KvDtype
 from pensieve_jax.core.plans import Row, SampleRequest, StepPlan
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.models.presets import random_model
@@ -85,7 +87,15 @@ class StepTime:
 class StepBench:
     """A worker with random weights and a device pool of random KV."""
 
-    def __init__(self, preset: Preset, cases: Sequence[Case], *, num_shards: int, step_tokens: int) -> None:
+    def __init__(
+        self,
+        preset: Preset,
+        cases: Sequence[Case],
+        *,
+        num_shards: int,
+        step_tokens: int,
+        kv_dtype: KvDtype | None = None,
+    ) -> None:
         """Measure the ceilings, make the model and both pools.
 
         Args:
@@ -93,6 +103,7 @@ class StepBench:
             cases: what will be measured: it sizes the pools.
             num_shards: devices to spread over.
             step_tokens: query tokens of a step at most; longer cases run in several.
+            kv_dtype: how keys and values are kept; None: in the model's dtype.
 
         Raises:
             InvalidArgumentError: the model doesn't divide over the devices, or there are fewer.
@@ -104,7 +115,7 @@ class StepBench:
         self.ceilings: Ceilings = measure_ceilings(self.device, scale=preset.scale)
         self.cases = [case.scaled(preset.scale) for case in cases]
         model = random_model(preset.config, dtype=np.dtype(jnp.dtype(preset.dtype)), mesh=self.mesh)
-        self.model_shape = shape_of(model, num_shards)
+        self.model_shape = shape_of(model, num_shards, kv_dtype=kv_dtype)
         self._head_parameters = num_parameters(model.head)
         self.spec = model.spec
         needed = [_pages(case.past_tokens + case.new_tokens) for case in self.cases]
@@ -122,6 +133,7 @@ class StepBench:
             max_pages=max(needed + prompts),
             planned_heads=planned_heads(model.spec, num_shards),
             block_q=query_block(model.spec),
+            kv_dtype=kv_dtype,
         )
         self.worker = build_worker(
             model,
@@ -134,9 +146,7 @@ class StepBench:
             transfer_faults=None,
         )
         self.runner = self.worker.runner
-        page = (2, self.spec.num_kv_heads, PAGE_TOKENS, self.spec.head_dim)
-        values = jax.random.normal(jax.random.key(1), page, jnp.dtype(self.spec.dtype))
-        self.runner.fill(np.arange(self.shapes.num_pages, dtype=np.int32), values)
+        self.runner.fill(np.arange(self.shapes.num_pages, dtype=np.int32), self._random_page())
         self._order = np.random.default_rng(0).permutation(self.shapes.num_pages).astype(np.int32)
 
     def compile(self) -> Iterator[None]:
@@ -183,6 +193,13 @@ class StepBench:
     def close(self) -> None:
         """Give the host pool's memory back."""
         self.worker.close()
+
+    def _random_page(self) -> jax.Array:
+        page = self.runner.page
+        tokens = (PAGE_TOKENS, self.spec.num_kv_heads, self.spec.head_dim)
+        k, v = jax.random.normal(jax.random.key(1), (2, *tokens), jnp.dtype(self.spec.dtype))
+        slots = np.arange(PAGE_TOKENS, dtype=np.int32)
+        return kv_write(jnp.zeros((1, *page.shape), page.dtype), k, v, np.zeros_like(slots), slots)[0]
 
     def _measure_steps(self, case: Case) -> StepTime:
         steps = self.steps(case)
@@ -248,7 +265,7 @@ class StepBench:
             self._finish(plan)
         first_call_s = time.perf_counter() - begin
         times = {name: _median_s(partial(self._finish, plan)) for name, plan in plans.items()}
-        moved = len(swap_ins) * PAGE_TOKENS * self.model_shape.kv_bytes_per_token
+        moved = len(swap_ins) * self.model_shape.kv_page_bytes(PAGE_TOKENS)
         return self._result(case, times.pop("step"), times, first_call_s, moved_bytes=moved)
 
     def _swap_in_plans(self, case: Case) -> dict[str, StepPlan]:
@@ -269,7 +286,7 @@ class StepBench:
         first_call_s = time.perf_counter() - begin
         without = _median_s(partial(self._run_ahead, plain)) / STEPS
         seconds = _median_s(partial(self._run_ahead, leaving)) / STEPS
-        moved = len(leaving[0].swap_outs) * PAGE_TOKENS * self.model_shape.kv_bytes_per_token
+        moved = len(leaving[0].swap_outs) * self.model_shape.kv_page_bytes(PAGE_TOKENS)
         return self._result(case, seconds, {"without": without}, first_call_s, moved_bytes=moved)
 
     def _measure_host(self, case: Case) -> StepTime:

@@ -1,6 +1,7 @@
 """A sample of finished turns computed again, cold, from what the log has of them, and compared."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.model_shape import KvDtype
 from pensieve_jax.core.types import SampledToken, SamplingParams
 from pensieve_jax.engine.turn import Turn
 
@@ -46,15 +48,21 @@ class Auditor:
     """Draws the turns and judges what their recomputation brings. Only greedy turns are drawn: two
     computations of one turn agree up to rounding, so what is compared is the choice that was made."""
 
-    def __init__(self, share: float, seed: int, dtype: np.dtype) -> None:
+    def __init__(self, share: float, seed: int, dtype: np.dtype, kv_dtype: KvDtype | None = None) -> None:
         """Args:
         share: of the greedy turns, in [0, 1].
         seed: draws them.
         dtype: of the model.
+        kv_dtype: how keys and values are kept; None: in the model's dtype.
         """
         self._share = share
         self._random = np.random.default_rng([seed, 1])
-        self.tolerance = max(LEAST_TOLERANCE, TOLERANCE_PER_EPS * float(jnp.finfo(dtype).eps))
+        eps = float(jnp.finfo(dtype).eps)
+        if kv_dtype is not None:
+            # A key that the dtype rounds otherwise, by eps, becomes with a probability of eps / kv_eps
+            # another one in 8 bits, by kv_eps: on average the root of this times kv_eps squared.
+            eps = math.sqrt(eps * float(jnp.finfo(jnp.float8_e4m3fn).eps))
+        self.tolerance = max(LEAST_TOLERANCE, TOLERANCE_PER_EPS * eps)
         """Nats."""
         self.turns_recomputed = self.turns_different = self.turns_unreadable = 0
 

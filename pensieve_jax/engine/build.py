@@ -25,6 +25,7 @@ from pensieve_jax.models.interface import ModelSpec, ServableModel
 from pensieve_jax.models.shape import shape_of
 from pensieve_jax.parallel import make_mesh
 from pensieve_jax.worker.batch import BatchShapes, planned_heads, query_block
+from pensieve_jax.worker.kv_pages import num_bytes, page_of
 from pensieve_jax.worker.worker import MOST_GATHERED, Worker, build_worker, workspace_bytes
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ def build_parts(
     keep_programs(config.compilation_cache)
     mesh = make_mesh(num_shards)
     spec = model.spec
-    shape, device = shape_of(model, num_shards), mesh.devices.flat[0].device_kind
+    shape = shape_of(model, num_shards, kv_dtype=config.tiers.kv_dtype)
+    device = mesh.devices.flat[0].device_kind
     profile = fitting_profile(config.profile_path, shape, device)
     first = mesh.devices.flat[0]
     workspace = None
@@ -122,7 +124,7 @@ def build_parts(
     page_tokens = cache_config.page_tokens
     cost = recompute_cost(profile, shape, page_tokens=page_tokens, max_context_tokens=spec.max_context_tokens)
     if config.load_or_recompute and profile is not None:
-        load_s = page_tokens * shape.kv_bytes_per_token / profile.load_bytes_per_s
+        load_s = shape.kv_page_bytes(page_tokens) / profile.load_bytes_per_s
         cache_config = replace(cache_config, load_s_per_page=load_s)
     try:
         worker = build_worker(
@@ -208,6 +210,7 @@ def batch_shapes(spec: ModelSpec, config: EngineConfig, num_shards: int, num_pag
         planned_heads=planned_heads(spec, num_shards),
         block_q=query_block(spec),
         batch_invariant=config.batch_invariant,
+        kv_dtype=config.tiers.kv_dtype,
     )
 
 
@@ -226,10 +229,8 @@ def tier_sizes(
     Raises:
         InvalidArgumentError: a size is out of range, or the device can't give the pool's memory.
     """
-    heads = spec.num_kv_heads // num_shards
-    page_bytes = (
-        2 * spec.num_layers * heads * tiers.page_tokens * spec.head_dim * np.dtype(spec.dtype).itemsize
-    )
+    page = page_of(spec, page_tokens=tiers.page_tokens, kv_dtype=tiers.kv_dtype)
+    page_bytes = spec.num_layers * num_bytes(page) // num_shards
     stats = device.memory_stats() if device.platform != "cpu" else None
     free = CPU_POOL_BYTES if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
     device_pages = tiers.device_pages
@@ -267,7 +268,7 @@ def tier_sizes(
             swap_out_below=tiers.swap_out_below,
             running_reserve=tiers.running_reserve,
             share_prefixes=tiers.share_prefixes,
-            identity=f"{spec.name} {np.dtype(spec.dtype).name}".encode(),
+            identity=f"{spec.name} {np.dtype(spec.dtype).name} {tiers.kv_dtype}".encode(),
             keep_finished=tiers.keep_state,
         )
     except ValueError as error:

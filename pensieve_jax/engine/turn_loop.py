@@ -75,7 +75,7 @@ class TurnLoop:
         self._active: dict[int, ActiveTurn] = {}
         """Request id -> the unfinished turn that waits or runs."""
         self.hints = HintBook()
-        self.auditor = Auditor(config.recompute_share, config.seed, spec.dtype)
+        self.auditor = Auditor(config.recompute_share, config.seed, spec.dtype, config.tiers.kv_dtype)
         self._books_checked = 0
         self._random = np.random.default_rng(config.seed)
         self._next_request_id = 0

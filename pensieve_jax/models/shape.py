@@ -4,16 +4,17 @@ import jax
 import numpy as np
 from flax import nnx
 
-from pensieve_jax.core.model_shape import ModelShape
+from pensieve_jax.core.model_shape import KvDtype, ModelShape
 from pensieve_jax.models.interface import ServableModel
 
 
-def shape_of(model: ServableModel, num_devices: int = 1) -> ModelShape:
+def shape_of(model: ServableModel, num_devices: int = 1, *, kv_dtype: KvDtype | None = None) -> ModelShape:
     """What step times and sizes depend on.
 
     Args:
         model: with its weights, or as `abstract_model` makes it.
         num_devices: how many it is spread over.
+        kv_dtype: how keys and values are kept; None: in the model's dtype.
     """
     spec = model.spec
     return ModelShape(
@@ -25,6 +26,7 @@ def shape_of(model: ServableModel, num_devices: int = 1) -> ModelShape:
         num_parameters=num_parameters(model.layers) + num_parameters(model.head),
         num_devices=num_devices,
         bytes_per_value=np.dtype(spec.dtype).itemsize,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from pensieve_jax.assets import DEFAULT_FOLDER, SMOLLM2
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.model_shape import KV_DTYPES, check_kv_dtype
 from pensieve_jax.core.profile import StepProfile, write_profile
 from pensieve_jax.models import ServableModel, load_model
 from pensieve_jax.models.loading import resolve_dtype
@@ -32,6 +33,10 @@ def profile(
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="the checkpoint's")
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(help=f"How KV is kept: {', '.join(KV_DTYPES)}.", show_default="as the weights"),
     ] = None,
     num_shards: Annotated[int, typer.Option(min=1, help="Devices to spread the model over.")] = 1,
     max_context: Annotated[
@@ -58,6 +63,7 @@ def profile(
         max_context_tokens=max_context,
         rounds=rounds,
         seed=seed,
+        kv_dtype=check_kv_dtype(kv_dtype),
     )
     model = _model(checkpoint, dimensions, dtype, num_shards, seed)
     with _progress() as progress:
@@ -111,7 +117,7 @@ def _table(measured: StepProfile) -> Table:
         table.add_row(f"step of {tokens:,} tokens without history", f"{1e3 * seconds:.3f}")
     for context in measured.context_tokens:
         table.add_row(f"recomputing a chunk that ends at {context:,} tokens", f"{1e3 * cost(context):.3f}")
-    chunk_bytes = measured.chunk_tokens * measured.model.kv_bytes_per_token
+    chunk_bytes = measured.model.kv_page_bytes(measured.chunk_tokens)
     for way, rate in (("from", measured.load_bytes_per_s), ("to", measured.store_bytes_per_s)):
         table.add_row(f"copying a chunk {way} the host", f"{1e3 * chunk_bytes / rate:.3f}")
     return table

@@ -12,6 +12,7 @@ import numpy as np
 from host_cache.config import CHUNK_TOKENS
 from pensieve_jax.config import TierConfig
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.model_shape import KvDtype, check_kv_dtype
 from pensieve_jax.core.plans import Row, SampleRequest
 from pensieve_jax.core.profile import StepProfile
 from pensieve_jax.core.types import SamplingParams
@@ -59,6 +60,8 @@ class ProfileConfig:
     """Measurements of each step, of which the median is taken."""
     seed: int = 0
     """Of the token ids."""
+    kv_dtype: KvDtype | None = None
+    """How keys and values are kept; None: in the model's dtype."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, expected: str) -> None:
@@ -73,9 +76,10 @@ class ProfileConfig:
         check(limit is None or limit >= least, "max_context_tokens", f"None or at least {least}")
         check(self.rounds >= 1, "rounds", "at least 1")
         check(self.seed >= 0, "seed", "at least 0")
+        check_kv_dtype(self.kv_dtype)
 
     @classmethod
-    def for_platform(cls, platform: str, **settings: int | None) -> "ProfileConfig":
+    def for_platform(cls, platform: str, **settings: Any) -> "ProfileConfig":
         """Sizes that fill a GPU, or that a CPU gets through; what is given and not None holds."""
         sizes = {"step_tokens": 2048, "cost_rows": 16, "decode_rows": 64}
         if platform == "cpu":
@@ -111,6 +115,7 @@ def measure_profile(
         max_pages=-(-limit // CHUNK_TOKENS),
         planned_heads=planned_heads(spec, num_shards),
         block_q=query_block(spec),
+        kv_dtype=config.kv_dtype,
     )
     timer = StepTimer(model, shapes=shapes, mesh=mesh, layered=device.platform == "cpu")
     rows = _RowMaker(num_pages, spec.vocab_size, config.seed)
@@ -131,7 +136,7 @@ def measure_profile(
     pairs = _pairs(steps["prompt"]) - _pairs(steps[f"tokens {tokens[-1]}"])
     load, store = timer.link_rates(min(LINK_PAGES, num_pages), config.rounds)
     return StepProfile(
-        model=shape_of(model, num_shards),
+        model=shape_of(model, num_shards, kv_dtype=config.kv_dtype),
         device=device.device_kind,
         tokens=tokens,
         other_s=tuple(accumulate((float(np.median(times[f"tokens {n}"])) for n in tokens), max)),
@@ -175,7 +180,8 @@ def _fit(
     model: ServableModel, config: ProfileConfig, limit: int, num_shards: int, device: Any
 ) -> tuple[int, int]:
     """Rows of a chunk that run together, and pages of the pool."""
-    room = tier_sizes(model.spec, TierConfig(host_pages=0), device, num_shards).device_pages
+    tiers = TierConfig(host_pages=0, kv_dtype=config.kv_dtype)
+    room = tier_sizes(model.spec, tiers, device, num_shards).device_pages
     row_pages = -(-limit // CHUNK_TOKENS)
     step_pages = max(MAX_ROWS, -(-config.step_tokens // CHUNK_TOKENS))
     if row_pages > room or step_pages > room:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from host_cache.policies import POLICIES
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.model_shape import KV_DTYPES
 from pensieve_jax.core.profile import read_profile
 from pensieve_jax.simulator.arrivals import with_time_scale
 from pensieve_jax.simulator.readers import READERS, read_workload
@@ -75,6 +76,10 @@ def simulate(
         f"{DEFAULTS.host_kv_gb:g}"
     ),
     chunk: Annotated[str, typer.Option(help="Tokens of a chunk.")] = str(DEFAULTS.page_tokens),
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(help=f"How KV is kept: {', '.join(KV_DTYPES)}.", show_default="as the weights"),
+    ] = None,
     step_tokens: Annotated[str, typer.Option(help="Query tokens of a step.")] = str(DEFAULTS.step_tokens),
     max_rows: Annotated[str, typer.Option(help="Rows of a step.")] = str(DEFAULTS.max_rows),
     duration: Annotated[float, typer.Option(help="Simulated seconds, with --rate.")] = DEFAULTS.duration_s,
@@ -110,6 +115,7 @@ def simulate(
         device_kv_gb=_numbers("device-gb", device_gb),
         host_kv_gb=_numbers("host-gb", host_gb),
         page_tokens=_integers("chunk", chunk),
+        kv_dtype=[kv_dtype],
         step_tokens=_integers("step-tokens", step_tokens),
         max_rows=_integers("max-rows", max_rows),
         duration_s=[duration],

@@ -1,11 +1,11 @@
 """What a simulation is told."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from host_cache.config import CHUNK_TOKENS, CacheConfig
 from host_cache.policies import PolicyFactory, RetentionValue, find_policy
 from pensieve_jax.core.errors import InvalidArgumentError
-from pensieve_jax.core.model_shape import ModelShape
+from pensieve_jax.core.model_shape import ModelShape, check_kv_dtype
 from pensieve_jax.core.profile import StepProfile
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
 from pensieve_jax.simulator.hardware import DEVICES, MODELS, DeviceSpec, device_of
@@ -58,6 +58,7 @@ def make_config(
     device_kv_bytes: float = DEVICE_KV_BYTES,
     host_kv_bytes: float = HOST_KV_BYTES,
     page_tokens: int = CHUNK_TOKENS,
+    kv_dtype: str | None = None,
     keep_state: bool = True,
     share_prefixes: bool = True,
     load_or_recompute: bool = False,
@@ -76,6 +77,7 @@ def make_config(
         device_kv_bytes: KV on each device.
         host_kv_bytes: KV in the host for each device; 0 for none.
         page_tokens: tokens of a chunk, hence of a page.
+        kv_dtype: how keys and values are kept; None: as the weights, or as in the profile.
         keep_state: False computes the whole history at every turn; the host tier is left out then.
         share_prefixes: let conversations that begin alike share chunks.
         load_or_recompute: neither copy nor load a chunk that is cheaper to recompute than to load, and drop
@@ -95,11 +97,16 @@ def make_config(
         raise InvalidArgumentError(str(error)) from error
     if profile is None:
         shape, spec = _named(MODELS, "model", model or MODEL), _named(DEVICES, "device", device or DEVICE)
+        shape = replace(shape, kv_dtype=check_kv_dtype(kv_dtype))
     else:
         shape, spec = profile.model, device_of(profile)
         _named({shape.name: shape}, "model", model or shape.name)
         _named({spec.name: spec}, "device", device or spec.name)
-    page_bytes = page_tokens * shape.kv_bytes_per_token
+        if kv_dtype not in (None, shape.kv_dtype):
+            raise InvalidArgumentError(
+                f"kv_dtype: got {kv_dtype!r}, expected the profile's, {shape.kv_dtype!r}"
+            )
+    page_bytes = shape.kv_page_bytes(page_tokens)
     try:
         cache = CacheConfig(
             device_pages=int(device_kv_bytes // page_bytes),

@@ -61,6 +61,8 @@ class Point:
     host_kv_gb: float = HOST_KV_BYTES / 1e9
     page_tokens: int = CHUNK_TOKENS
     """Tokens of a chunk."""
+    kv_dtype: str | None = None
+    """How keys and values are kept; None: as the weights, or as in the profile."""
     step_tokens: int = STEP_TOKENS
     max_rows: int = MAX_ROWS
     duration_s: float = 3600.0
@@ -97,6 +99,7 @@ class Point:
             device_kv_bytes=self.device_kv_gb * 1e9,
             host_kv_bytes=self.host_kv_gb * 1e9,
             page_tokens=self.page_tokens,
+            kv_dtype=self.kv_dtype,
             keep_state=self.keep_state,
             share_prefixes=self.share_prefixes,
             load_or_recompute=self.load_or_recompute,

@@ -36,7 +36,7 @@ class VirtualWorker:
         page_tokens: tokens of a page.
         hold_swap_outs: whether copies to the host pause while swap-ins run (paper, section 5).
         """
-        device, page_bytes = times.device, page_tokens * times.model.kv_bytes_per_token
+        device, page_bytes = times.device, times.model.kv_page_bytes(page_tokens)
         self._times = times
         self._hold = hold_swap_outs
         self._both_ways_share = device.both_ways_share

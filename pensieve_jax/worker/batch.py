@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_kernels.dispatch import runs_here
 from pallas_kernels.multi_token_attention import BLOCK_Q, AttentionPlan, plan_attention, tile_tokens
+from pensieve_jax.core.model_shape import KvDtype
 from pensieve_jax.core.plans import Row, SampleRequest
 from pensieve_jax.models.interface import ModelSpec
 from pensieve_jax.worker.sampling import SamplingArrays, sampling_arrays
@@ -92,6 +93,8 @@ class BatchShapes:
     batch_invariant: bool = False
     """Whether a row's output is the same bits whatever else is in the batch. All batches then have one shape,
     since products of other shapes may sum in another order."""
+    kv_dtype: KvDtype | None = None
+    """How keys and values are kept; None: in the model's dtype."""
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:
@@ -210,6 +213,8 @@ def pack(
     padded_samples = np.zeros(num_rows, np.int32)
     padded_samples[: len(samples)] = sample_tokens
     num_heads, num_kv_heads = shapes.planned_heads or (None, None)
+    if shapes.kv_dtype is not None:  # the Hopper kernel of attention has no 8-bit pages
+        num_heads = num_kv_heads = None
     arrays = BatchArrays(
         given_ids=given_ids,
         sources=sources,

@@ -11,9 +11,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels.page_move import gather_pages
 from pensieve_jax.core.errors import InvalidArgumentError
+from pensieve_jax.core.model_shape import KvDtype
 from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.parallel import check_head_sharding
 from pensieve_jax.worker.batch import BatchArrays
+from pensieve_jax.worker.kv_pages import no_number, num_bytes, page_of
 from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, sample
 from pensieve_jax.worker.step_functions import KV_SPEC, StepFunctions, split_model
 
@@ -57,7 +59,15 @@ class ModelRunner:
     * `run_layered`: one compiled call per layer, so that a layer waits for its own pages only.
     """
 
-    def __init__(self, model: ServableModel, *, num_pages: int, page_tokens: int, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: ServableModel,
+        *,
+        num_pages: int,
+        page_tokens: int,
+        mesh: Mesh,
+        kv_dtype: KvDtype | None = None,
+    ) -> None:
         """Take the model's weights and allocate the device pool.
 
         Args:
@@ -65,6 +75,7 @@ class ModelRunner:
             num_pages: pages of the pool.
             page_tokens: tokens of a page.
             mesh: one axis, `TENSOR_AXIS`.
+            kv_dtype: how keys and values are kept; None: in the model's dtype.
 
         Raises:
             InvalidArgumentError: the model doesn't divide over the mesh.
@@ -75,7 +86,9 @@ class ModelRunner:
             num_heads=self.spec.num_heads, num_kv_heads=self.spec.num_kv_heads, num_shards=mesh.size
         )
         self.kv_sharding = NamedSharding(mesh, KV_SPEC)
-        self._pool_shape = (num_pages, 2, self.spec.num_kv_heads, page_tokens, self.spec.head_dim)
+        self._num_pages = num_pages
+        self.page = page_of(self.spec, page_tokens=page_tokens, kv_dtype=kv_dtype)
+        """Of one layer, over all shards."""
         self._parts, weights = split_model(model, num_shards=mesh.size)
         functions = self._functions = StepFunctions(self.spec, self._parts, mesh)
         self._weights = functions.place(weights)
@@ -110,7 +123,8 @@ class ModelRunner:
 
     def reset_pool(self) -> None:
         """Allocate the pool anew, as at the start or after a step that broke off with the pool given away."""
-        zeros = jax.jit(lambda: jnp.zeros(self._pool_shape, self.spec.dtype), out_shardings=self.kv_sharding)
+        shape, dtype = (self._num_pages, *self.page.shape), self.page.dtype
+        zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=self.kv_sharding)
         self._pools: list[jax.Array] = []  # frees the old ones first
         self._pools = [zeros() for _ in range(self.spec.num_layers)]
 
@@ -121,12 +135,12 @@ class ModelRunner:
             batch: of the step.
             num_pages: pages of a pool that needn't be there.
         """
-        shape = (num_pages, *self._pool_shape[1:])
-        pool = jax.ShapeDtypeStruct(shape, self.spec.dtype, sharding=self.kv_sharding)
+        shape = (num_pages, *self.page.shape)
+        pool = jax.ShapeDtypeStruct(shape, self.page.dtype, sharding=self.kv_sharding)
         pools = [pool] * self.spec.num_layers
         account = self._whole(batch).lower(self._weights, pools, batch).compile().memory_analysis()
         assert account is not None, "CPU and GPU give one"
-        pool_bytes = int(np.prod(shape)) * np.dtype(self.spec.dtype).itemsize // self.mesh.size
+        pool_bytes = num_pages * num_bytes(self.page) // self.mesh.size
         return StepMemory(
             workspace_bytes=account.temp_size_in_bytes
             + account.output_size_in_bytes
@@ -211,8 +225,12 @@ class ModelRunner:
         self._pools = self._copy(self._pools, source, target)
 
     def fill(self, pages: np.ndarray, value: float | jax.Array) -> None:
-        """Overwrite pages in all layers with a number or a page [2, kv_heads, page_tokens, head_dim]."""
+        """Overwrite pages in all layers with a number or a page, as `page` is."""
         self._pools = self._fill(self._pools, pages, value)
+
+    def poison(self, pages: np.ndarray) -> None:
+        """Fill pages so that whoever reads them computes NaN."""
+        self.fill(pages, no_number(self.page))
 
     def _first_of_kind(self) -> list[tuple[int, int]]:
         """(layer, kind) of the first layer of each kind."""

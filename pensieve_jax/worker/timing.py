@@ -40,7 +40,11 @@ class StepTimer:
             InvalidArgumentError: the model doesn't divide over the mesh.
         """
         self._runner = ModelRunner(
-            model, num_pages=shapes.num_pages, page_tokens=shapes.page_tokens, mesh=mesh
+            model,
+            num_pages=shapes.num_pages,
+            page_tokens=shapes.page_tokens,
+            mesh=mesh,
+            kv_dtype=shapes.kv_dtype,
         )
         self._shapes = shapes
         self._layered = layered
@@ -78,7 +82,8 @@ class StepTimer:
             TransferError: the host can't give the memory.
         """
         runner, spec, mesh = self._runner, self._runner.spec, self._runner.mesh
-        pool = host_pool(spec, num_pages=num_pages, page_tokens=self._shapes.page_tokens, mesh=mesh)
+        page_tokens, kv_dtype = self._shapes.page_tokens, self._shapes.kv_dtype
+        pool = host_pool(spec, num_pages=num_pages, page_tokens=page_tokens, mesh=mesh, kv_dtype=kv_dtype)
         mover = PageMover(pool, NamedSharding(mesh, KV_SPEC))
         pages = np.arange(num_pages, dtype=np.int32)
         plan = tuple(PageCopy(device_page=int(page), host_page=int(page)) for page in pages)

@@ -198,7 +198,7 @@ class Worker:
     def poison(self, pages: Sequence[int]) -> None:
         """Fill device pages with NaN: whoever reads them from now on gives himself away."""
         if pages:
-            self._runner.fill(self._pad_pages(pages), float("nan"))
+            self._runner.poison(self._pad_pages(pages))
 
     def compile(
         self,
@@ -330,7 +330,9 @@ def workspace_bytes(model: ServableModel, *, shapes: BatchShapes, mesh: Mesh) ->
         shapes: limits of a batch.
         mesh: the devices to spread over.
     """
-    runner = ModelRunner(model, num_pages=0, page_tokens=shapes.page_tokens, mesh=mesh)
+    runner = ModelRunner(
+        model, num_pages=0, page_tokens=shapes.page_tokens, mesh=mesh, kv_dtype=shapes.kv_dtype
+    )
     nothing = PreviousSamples(token_ids=np.zeros(shapes.max_samples, np.int32), places={})
     largest = blank(shapes.prefill_sizes[-1], shapes, nothing, decode=False)
     return runner.memory(largest, num_pages=shapes.num_pages).workspace_bytes
@@ -366,7 +368,13 @@ def build_worker(
         TransferError: the host can't give the memory.
     """
     try:
-        runner = ModelRunner(model, num_pages=shapes.num_pages, page_tokens=shapes.page_tokens, mesh=mesh)
+        runner = ModelRunner(
+            model,
+            num_pages=shapes.num_pages,
+            page_tokens=shapes.page_tokens,
+            mesh=mesh,
+            kv_dtype=shapes.kv_dtype,
+        )
     except jax.errors.JaxRuntimeError as error:
         raise InvalidArgumentError(
             f"device_pages: got {shapes.num_pages}, but the device refuses the memory: {error}"
@@ -378,6 +386,7 @@ def build_worker(
             num_pages=host_pages,
             page_tokens=shapes.page_tokens,
             mesh=mesh,
+            kv_dtype=shapes.kv_dtype,
             check_memory=check_host_memory,
             progress=progress,
         )
