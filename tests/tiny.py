@@ -89,31 +89,51 @@ class DenseContext:
         return self.attend(rotary(q, rotary.q_norm), rotary(k, rotary.k_norm), v, **options)
 
 
-@partial(jax.jit, static_argnames="graph")
-def _forward(graph, state, token_ids):
+class EightBitContext(DenseContext):
+    """With keys and values rounded as 8-bit pages of 32 tokens round them."""
+
+    def attend(self, q, k, v, **options):
+        return super().attend(q, _as_in_8_bits(k), _as_in_8_bits(v), **options)
+
+
+def _as_in_8_bits(x):
+    """[n, heads, head_dim], n divisible by 32: the first token of each page sets its scale."""
+    largest = jnp.repeat(jnp.abs(x[::32]).max(-1, keepdims=True), 32, axis=0)
+    scale = jnp.exp2(jnp.maximum(jnp.floor(jnp.log2(largest)) - 2, -4))
+    return jnp.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn).astype(x.dtype) * scale
+
+
+CONTEXTS = {None: DenseContext, "fp8_e4m3": EightBitContext}
+TOLERANCES = {None: 1e-3, "fp8_e4m3": 0.02}
+"""Two candidates closer than float32's rounding may swap places with the order of sums; keys in 8 bits that
+fall to the other side by that are further apart."""
+
+
+@partial(jax.jit, static_argnames=("graph", "kv_dtype"))
+def _forward(graph, state, token_ids, kv_dtype):
     model = nnx.merge(graph, state)
-    context = DenseContext(jnp.arange(len(token_ids)))
+    context = CONTEXTS[kv_dtype](jnp.arange(len(token_ids)))
     x = model.embedding(token_ids, context)
     for layer in model.layers:
         x = layer(x, context)
     return model.head(x, context)
 
 
-def dense_logits(model, token_ids):
+def dense_logits(model, token_ids, kv_dtype=None):
     """f32[n, vocab]: logits after each token, computed afresh."""
     padded = np.zeros(-(-len(token_ids) // 256) * 256, np.int32)
     padded[: len(token_ids)] = token_ids
     graph, state = nnx.split(model)
     with jax.default_matmul_precision("highest"):  # a GPU's own default has ten bits
-        return np.asarray(_forward(graph, state, padded))[: len(token_ids)]
+        return np.asarray(_forward(graph, state, padded, kv_dtype))[: len(token_ids)]
 
 
-def assert_greedy(model, context_ids, output_ids):
+def assert_greedy(model, context_ids, output_ids, kv_dtype=None):
     """The output is what greedy decoding gives when everything is computed afresh."""
     tokens = [*context_ids, *output_ids]
-    logits = dense_logits(model, tokens)[len(context_ids) - 1 : -1]
+    logits = dense_logits(model, tokens, kv_dtype)[len(context_ids) - 1 : -1]
     assert np.isfinite(logits).all()
     chosen = logits[np.arange(len(output_ids)), list(output_ids)]
     behind = logits.max(-1) - chosen
-    # Two candidates closer than float32's rounding may swap places with the order of sums.
-    assert (behind < 1e-3).all(), f"at {int(behind.argmax())}: {behind.max():.4f} below the best logit"
+    close = behind < TOLERANCES[kv_dtype]
+    assert close.all(), f"at {int(behind.argmax())}: {behind.max():.4f} below the best logit"

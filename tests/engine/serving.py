@@ -25,7 +25,14 @@ def tiny_model(seed=0):
 
 
 def config(
-    *, device_pages=DEVICE_PAGES, host_pages=12, step_tokens=64, max_rows=4, swap_out_below=0.25, **rest
+    *,
+    device_pages=DEVICE_PAGES,
+    host_pages=12,
+    step_tokens=64,
+    max_rows=4,
+    swap_out_below=0.25,
+    kv_dtype=None,
+    **rest,
 ):
     rest = {"background": False, "paranoid": True, **rest}
     return EngineConfig(
@@ -33,6 +40,7 @@ def config(
             device_pages=device_pages,
             host_pages=host_pages,
             swap_out_below=swap_out_below,
+            kv_dtype=kv_dtype,
             share_prefixes=False,  # so that a turn's counts depend on its own conversation alone
         ),
         scheduler=SchedulerConfig(step_tokens=step_tokens, max_rows=max_rows),

@@ -25,12 +25,24 @@ POOLS = {
 class Driver:
     """Performs random operations on an engine and checks every answer that comes out."""
 
-    def __init__(self, model, pool, policy="retention-value", execution="auto", run_ahead=False, **settings):
+    def __init__(
+        self,
+        model,
+        pool,
+        policy="retention-value",
+        execution="auto",
+        run_ahead=False,
+        kv_dtype=None,
+        **settings,
+    ):
+        self.kv_dtype = kv_dtype
         device_pages, host_pages = POOLS[pool]
         self.model = model
         self.limit = device_pages * 32
         config = EngineConfig(
-            tiers=TierConfig(device_pages=device_pages, host_pages=host_pages, policy=policy),
+            tiers=TierConfig(
+                device_pages=device_pages, host_pages=host_pages, policy=policy, kv_dtype=kv_dtype
+            ),
             scheduler=SchedulerConfig(step_tokens=96, max_rows=6),
             execution=execution,
             run_ahead=run_ahead,
@@ -84,7 +96,7 @@ class Driver:
             assert (result.token_ids[-1] in stops) or result.finish_reason is FinishReason.LENGTH
             assert not set(result.token_ids[:-1]) & set(stops)
             history = self.tokens(turn.conversation_id)
-            assert_greedy(self.model, history + given_ids, result.token_ids)
+            assert_greedy(self.model, history + given_ids, result.token_ids, self.kv_dtype)
             self.log[turn.conversation_id].append([*given_ids, *result.token_ids])
             receipt = result.receipt
             cached = receipt.tokens_from_device + receipt.tokens_from_host + receipt.tokens_recomputed

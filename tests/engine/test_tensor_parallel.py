@@ -45,9 +45,9 @@ def model(family):
     return random_model(MODELS[family])
 
 
-def conversation(model, num_shards, execution):
+def conversation(model, num_shards, execution, kv_dtype=None):
     """Three turns of two conversations, the second turns after a stay in the host tier."""
-    settings = config(device_pages=8, execution=execution)
+    settings = config(device_pages=8, execution=execution, kv_dtype=kv_dtype)
     with Engine(model, config=settings, num_shards=num_shards) as engine:
         chats = [Chat(engine) for _ in range(2)]
         outputs, hosts = [], []
@@ -86,6 +86,12 @@ def one_device(model):
 def test_same_tokens_as_on_one_device(model, one_device, num_shards, execution):
     assert len({tuple(output) for output in one_device}) > 1
     assert conversation(model, num_shards, execution)[0] == one_device
+
+
+def test_8_bit_pages_carry_the_scales_of_their_shards_heads(model):
+    one, two = (conversation(model, shards, "auto", "fp8_e4m3")[0] for shards in (1, 2))
+    assert len(set(map(tuple, one))) > 1
+    assert one == two
 
 
 def test_warm_up_and_checksums_of_shards():

@@ -1,5 +1,7 @@
 """The device pool is never copied, and is as large as the device's memory allows."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -7,9 +9,11 @@ import pytest
 from pensieve_jax.config import TierConfig
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.engine.build import DEVICE_MEMORY_SHARE, tier_sizes
+from pensieve_jax.models.shape import shape_of
 from pensieve_jax.parallel import make_mesh
 from pensieve_jax.worker import worker
 from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, blank
+from pensieve_jax.worker.host_pool import host_pool
 from pensieve_jax.worker.runner import ModelRunner
 from pensieve_jax.worker.worker import MOST_GATHERED, build_worker, workspace_bytes
 from tests.tiny import SPEC, TinyModel
@@ -33,6 +37,38 @@ def test_no_step_copies_the_pool(runner, decode):
     assert large.in_place_bytes >= large.pools_bytes
     assert large.workspace_bytes < small.pools_bytes
     assert large.workspace_bytes == small.workspace_bytes, "so it is measured without the pool"
+
+
+def test_no_step_copies_a_pool_of_8_bit_pages():
+    runner = ModelRunner(TinyModel(), num_pages=0, page_tokens=32, mesh=make_mesh(1), kv_dtype="fp8_e4m3")
+    nothing = PreviousSamples(token_ids=np.zeros(4, np.int32), places={})
+    large = runner.memory(blank(32, SHAPES, nothing, decode=False), num_pages=2000)
+    assert large.pools_bytes == 2000 * PAGE_BYTES * 33 // (32 * 4)
+    assert large.in_place_bytes >= large.pools_bytes
+    assert large.workspace_bytes < large.pools_bytes / 4
+
+
+@pytest.mark.parametrize(("dtype", "more"), [(np.float16, 64 / 33), (np.float32, 128 / 33)])
+def test_the_same_bytes_hold_more_tokens_in_8_bits(dtype, more):
+    spec = replace(SPEC, dtype=np.dtype(dtype))
+    plain, small = (
+        tier_sizes(spec, TierConfig(kv_dtype=kind), Gpu(), 1, workspace_bytes=10**9)
+        for kind in (None, "fp8_e4m3")
+    )
+    assert small.device_pages / plain.device_pages == pytest.approx(more, rel=0.01)
+    assert small.host_pages / plain.host_pages == pytest.approx(more, rel=0.05), "memory that is free varies"
+    assert small.identity != plain.identity
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_the_model_shape_knows_the_bytes_of_a_page(kv_dtype, num_shards):
+    """Simulator, profile and floors count by it, without jax."""
+    model = TinyModel()
+    shape = shape_of(model, num_shards, kv_dtype=kv_dtype)
+    pool = host_pool(model.spec, num_pages=3, page_tokens=16, mesh=make_mesh(num_shards), kv_dtype=kv_dtype)
+    assert sum(layer[0].nbytes for layer in pool.layers) == 3 * shape.kv_page_bytes(16)
+    pool.close()
 
 
 class Gpu:
