@@ -30,8 +30,8 @@ BIAS = 127
 """Of the exponent of the scale, as of float32's."""
 FIRST_BINADE = 2
 """The first token's largest number is brought to 2**this or more, below twice that. Normal numbers of e4m3
-reach from 2**-6 to 448, so tokens that are larger and such that are smaller find room. The tokens of a page
-of SmolLM2 are up to 31 times as large as the first and down to a 25th (docs/design/fp8-kv.md)."""
+reach from 2**-6 to 448, so tokens that are larger and such that are smaller find room
+(docs/design/fp8-kv.md)."""
 HEADROOM = LARGEST / 2 ** (FIRST_BINADE + 1)
 """56: how much larger than the first token a later one may be, at least."""
 LEAST_EXPONENT = BIAS - 4

@@ -49,10 +49,18 @@ def test_info(checkpoint):
     facts = {name: value.strip() for name, value in lines.items()}
     assert "cpu" in facts["devices"] or "gpu" in facts["devices"]
     assert facts["attention"]
-    assert facts["KV of a token"] == f"{2 * 2 * 64 * 4:,} bytes"
+    assert facts["KV of a token"] == f"{2 * 2 * 64 * 4:,} bytes in float32"
     assert facts["context"] == "8,192 tokens"
     assert facts["parameters"] == "115,264"
     assert facts["device tier"].endswith("tokens by default")
+
+
+def test_info_of_kv_in_8_bits(checkpoint):
+    done = pensieve("info", checkpoint, "--kv-dtype", "fp8_e4m3")
+    assert f"{2 * 2 * 64 * 33 / 32:,.0f} bytes in fp8_e4m3" in done.stdout
+    wrong = pensieve("info", checkpoint, "--kv-dtype", "fp8")
+    assert wrong.returncode == 2
+    assert "kv_dtype: got 'fp8', expected None or 'fp8_e4m3'" in wrong.stderr
 
 
 def test_info_without_a_checkpoint(tmp_path):
