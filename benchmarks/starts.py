@@ -118,9 +118,7 @@ def main() -> None:
     place = "cpu" if peer["device"] == "cpu" else peer["device"].split()[-1].lower()
     replace_records(args.results or RESULTS / f"starts-{place}.jsonl", records)
     for entry in records:
-        print(
-            f"{entry['case']}: {entry['value']:.1f} s, {entry['shapes']['programs_traced']} programs traced"
-        )
+        print(f"{entry['case']}: {entry['value']:.1f} s, {entry['shapes']['programs_traced']} programs traced")
 
 
 if __name__ == "__main__":

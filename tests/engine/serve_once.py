@@ -39,7 +39,7 @@ def main() -> None:
             lowered.append(details.get("fun_name"))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    settings = {"host_pages": 4, "device_pages": 6, "step_tokens": 8, "max_rows": 2, "paranoid": False}
+    settings = {"host_pages": 4, "device_pages": 6, "step_tokens": 16, "max_rows": 2, "paranoid": False}
     for name, (dimensions, num_shards) in MODELS.items():
         model = TinyModel()
         if dimensions is not None:
@@ -47,8 +47,8 @@ def main() -> None:
         settings["execution"] = "layered" if name == "llama" else "resident"
         engine = Engine(model, config=config(compilation_cache=folder, **settings), num_shards=num_shards)
         lowered.clear()
+        warm_up(engine)
         greedy, drawn = SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, temperature=1.0, seed=1)
-        warm_up(engine, (greedy, drawn))
         results = engine.generate([ids(20), ids(9, 1), ids(70, 2)], greedy) + engine.generate([ids(5)], drawn)
         print(
             json.dumps(
