@@ -89,19 +89,11 @@ def open_checkpoint(
     )
 
 
-def keep_programs(folder: Path | None) -> Path | None:
-    """Let JAX keep compiled programs in a folder, unless it was told one already.
-
-    Returns:
-        the folder for whole programs, below JAX's; None: keep none.
-    """
-    if folder is None:
-        return None
-    told = jax.config.jax_compilation_cache_dir
-    if not told:
+def keep_programs(folder: Path | None) -> None:
+    """Let JAX keep compiled programs in a folder, unless it was told one already."""
+    if folder is not None and not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_FROM_S)
-    return (folder if not told or "://" in told else Path(told)) / "programs"
 
 
 def build_parts(
@@ -117,7 +109,8 @@ def build_parts(
         InvalidArgumentError: the model doesn't divide over the shards, a size is out of range, or the host
             can't give the memory of its tier.
     """
-    programs = keep_programs(config.compilation_cache)
+    keep_programs(config.compilation_cache)
+    programs = None if config.compilation_cache is None else config.compilation_cache / "programs"
     mesh = make_mesh(num_shards)
     spec = model.spec
     shape = shape_of(model, num_shards, kv_dtype=config.tiers.kv_dtype)

