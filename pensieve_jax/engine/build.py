@@ -110,7 +110,6 @@ def build_parts(
             can't give the memory of its tier.
     """
     keep_programs(config.compilation_cache)
-    programs = None if config.compilation_cache is None else config.compilation_cache / "programs"
     mesh = make_mesh(num_shards)
     spec = model.spec
     shape = shape_of(model, num_shards, kv_dtype=config.tiers.kv_dtype)
@@ -120,7 +119,7 @@ def build_parts(
     workspace = None
     if config.tiers.device_pages is None and first.platform != "cpu":
         shapes = batch_shapes(spec, config, num_shards, MEASURED_PAGES)
-        workspace = workspace_bytes(model, shapes=shapes, mesh=mesh, programs=programs)
+        workspace = workspace_bytes(model, shapes=shapes, mesh=mesh)
     cache_config = tier_sizes(spec, config.tiers, first, num_shards, workspace_bytes=workspace)
     page_tokens = cache_config.page_tokens
     cost = recompute_cost(profile, shape, page_tokens=page_tokens, max_context_tokens=spec.max_context_tokens)
@@ -137,7 +136,6 @@ def build_parts(
             check_host_memory=config.tiers.check_host_memory,
             checksums=config.paranoid,
             transfer_faults=config.transfer_faults,
-            programs=programs,
             progress=host_progress,
         )
     except TransferError as error:

@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import jax
@@ -38,7 +38,6 @@ from pensieve_jax.worker.batch import (
 )
 from pensieve_jax.worker.compilations import compile_together
 from pensieve_jax.worker.host_pool import host_pool
-from pensieve_jax.worker.programs import Call
 from pensieve_jax.worker.runner import ModelRunner
 from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, to_sampled_tokens
 from pensieve_jax.worker.step_functions import KV_SPEC
@@ -236,21 +235,20 @@ class Worker:
                 progress(done, total)
 
         report(0)
-        with self._runner.filling():
-            for _ in compile_together([self._calls(batch) for batch in batches]):
-                report(1)
-            first_prefill = len(decode_sizes)  # as many tokens are chosen, whatever the size
-            for i, batch in enumerate(batches):
-                self._run_blank(batch, choices if i <= first_prefill else choices[:1])
-            self.copy_page(0, 0)
+        for _ in compile_together([partial(self._lower, batch) for batch in batches]):
             report(1)
-            for size in copies:
-                self._compile_copies(size)
-                report(1)
+        first_prefill = len(decode_sizes)  # as many tokens are chosen, whatever the size
+        for i, batch in enumerate(batches):
+            self._run_blank(batch, choices if i <= first_prefill else choices[:1])
+        self.copy_page(0, 0)
+        report(1)
+        for size in copies:
+            self._compile_copies(size)
+            report(1)
 
-    def _calls(self, batch: BatchArrays) -> list[Call]:
+    def _lower(self, batch: BatchArrays) -> list[jax.stages.Lowered]:
         ways = [self._layered] if self._mover is None or self._layered else [False, True]
-        return [call for layered in ways for call in self._runner.calls(batch, layered=layered)]
+        return [program for layered in ways for program in self._runner.lower(batch, layered=layered)]
 
     def _run_blank(self, batch: BatchArrays, choices: Sequence[SampleRequest]) -> None:
         nowhere = self._pad_pages(())
@@ -324,24 +322,16 @@ class Worker:
         return array
 
 
-def workspace_bytes(
-    model: ServableModel, *, shapes: BatchShapes, mesh: Mesh, programs: Path | None = None
-) -> int:
+def workspace_bytes(model: ServableModel, *, shapes: BatchShapes, mesh: Mesh) -> int:
     """Device memory that the largest step takes beside weights and pool, by the compiler's account.
 
     Args:
         model: its weights are where steps want them.
         shapes: limits of a batch.
         mesh: the devices to spread over.
-        programs: folder of compiled programs; None: keep none.
     """
     runner = ModelRunner(
-        model,
-        num_pages=0,
-        page_tokens=shapes.page_tokens,
-        mesh=mesh,
-        kv_dtype=shapes.kv_dtype,
-        programs=programs,
+        model, num_pages=0, page_tokens=shapes.page_tokens, mesh=mesh, kv_dtype=shapes.kv_dtype
     )
     nothing = PreviousSamples(token_ids=np.zeros(shapes.max_samples, np.int32), places={})
     largest = blank(shapes.prefill_sizes[-1], shapes, nothing, decode=False)
@@ -358,7 +348,6 @@ def build_worker(
     check_host_memory: bool,
     checksums: bool,
     transfer_faults: TransferFaults | None,
-    programs: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Worker:
     """Allocate both tiers' memory and build the worker that owns it.
@@ -372,7 +361,6 @@ def build_worker(
         check_host_memory: refuse a host tier larger than the memory that is available.
         checksums: keep a checksum of every host page and load none whose bytes have changed.
         transfer_faults: make copies between the tiers go wrong; None: don't.
-        programs: folder of compiled programs; None: keep none.
         progress: called with (bytes of host memory done, bytes in all).
 
     Raises:
@@ -386,7 +374,6 @@ def build_worker(
             page_tokens=shapes.page_tokens,
             mesh=mesh,
             kv_dtype=shapes.kv_dtype,
-            programs=programs,
         )
     except jax.errors.JaxRuntimeError as error:
         raise InvalidArgumentError(
