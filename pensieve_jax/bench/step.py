@@ -214,7 +214,7 @@ class StepBench:
             dispatches.append(time.perf_counter() - begin)
             return output
 
-        few, many = (1, 3) if case.tokens > self.step_tokens else (4, STEPS)
+        few, many = (4, STEPS) if case.is_decode else (1, 4)
         seconds = seconds_each(run, repeats=3, few=few, many=many, wait=jax.block_until_ready)
         return self._result(case, seconds, {}, first_call_s, dispatch_s=min(dispatches))
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from host_cache.errors import TransferError
 from host_cache.plan import PageCopy
-from host_cache.transfer import PageMover
+from host_cache.transfer import MOST_STORES, PageMover
 from pensieve_jax.core.plans import Row
 from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, batch_sampling, pack
@@ -93,21 +93,21 @@ class StepTimer:
             return [mover.stage_in(layer, pages, num_pages) for layer in range(spec.num_layers)]
 
         def store() -> tuple[()]:
-            mover.swap_out(plan, runner.gather(pages))
+            for _ in range(MOST_STORES):  # one alone waits for a single thread of the host
+                mover.swap_out(plan, runner.gather(pages))
             _, failed = mover.ended(wait=True)
             if failed:
                 raise TransferError(f"{len(failed)} of {num_pages} pages could not be copied to the host")
             return ()
 
+        def rate(copy: Dispatch, num_bytes: int) -> float:
+            count = repeats(copy)
+            return num_bytes / float(np.median([seconds(copy, count) for _ in range(rounds)]))
+
         try:
-            rates = []
-            for copy in (store, load):
-                count = repeats(copy)
-                rates.append(num_bytes / float(np.median([seconds(copy, count) for _ in range(rounds)])))
+            return rate(load, num_bytes), rate(store, MOST_STORES * num_bytes)
         finally:
             mover.close()
-        store_rate, load_rate = rates
-        return load_rate, store_rate
 
 
 def repeats(dispatch: Dispatch) -> int:
