@@ -46,9 +46,9 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 """Registers of a thread after the split: 2 x 232 + 40 make the 3 x 168 that the CTA starts with."""
 MOST_PAGES_AHEAD = 4
 """Pages of a block, at most, for the producer to read the page table two blocks ahead."""
-BY_ONE = ("wide_queries", "queries_used", "may_write", "wrote", "cleared")
+BY_ONE = ("wide_queries", "queries_used", "may_write", "wrote")
 """Barriers at which one warpgroup arrives, two of a kind: of each consumer, where that makes sense. Barriers
-of a number of arrivals are one array: each array takes registers."""
+of a number of arrivals are one array: each array takes registers. In it follow those of `_cleared`."""
 WGMMA = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 MAX_EXCESS = 8.0
@@ -168,7 +168,7 @@ def _attention_call(
         "loaded": plgpu.Barrier(num_barriers=NUM_SLOTS, num_arrivals=shape.pages_per_block),
         "used": plgpu.Barrier(num_barriers=NUM_SLOTS, num_arrivals=2),
         "narrow_queries": plgpu.Barrier(num_arrivals=shape.narrow_tokens),
-        "by_one": plgpu.Barrier(num_barriers=2 * len(BY_ONE)),
+        "by_one": plgpu.Barrier(num_barriers=2 * len(BY_ONE) + NUM_SLOTS),
         "run_done": plgpu.Barrier(num_arrivals=2),
     }
     kernel = plgpu.kernel(
@@ -269,6 +269,15 @@ def _wait_item(shape: KernelShape, scratch: dict[str, Any], number: jax.Array) -
 def _one(scratch: dict[str, Any], name: str, index: jax.Array | int) -> Any:
     """A barrier at which one warpgroup arrives."""
     return scratch["by_one"].at[2 * BY_ONE.index(name) + index]
+
+
+def _cleared(scratch: dict[str, Any], slot: jax.Array) -> Any:
+    """The barrier at which the second consumer waits until the first one has cleared a slot of values.
+
+    Each slot of the ring has its own: the first consumer may be several short items ahead, but not with the
+    same slot, and a barrier that is two arrivals ahead of who waits looks as if nothing had arrived.
+    """
+    return scratch["by_one"].at[2 * len(BY_ONE) + lax.rem(slot, jnp.int32(NUM_SLOTS))]
 
 
 class _Producer:
@@ -519,11 +528,11 @@ class _Consumer:
             @pl.when((valid < BLOCK_KV) & (self.index == 0))
             def _clear() -> None:
                 self.clear(slot + 1, valid)
-                plgpu.barrier_arrive(_one(self.scratch, "cleared", 0))
+                plgpu.barrier_arrive(_cleared(self.scratch, slot + 1))
 
             @pl.when((valid < BLOCK_KV) & (self.index == 1))
-            def _cleared() -> None:
-                plgpu.barrier_wait(_one(self.scratch, "cleared", 0))
+            def _wait() -> None:
+                plgpu.barrier_wait(_cleared(self.scratch, slot + 1))
 
             return result
 
