@@ -74,7 +74,7 @@ class FaultyMover:
         """Layer at which the loads of the step under way break off."""
         self.counters = FaultCounters()
 
-    def swap_out(self, copies: Sequence[PageCopy], staged: list[jax.Array]) -> None:
+    def swap_out(self, copies: Sequence[PageCopy], staged: jax.Array) -> None:
         """As `PageMover.swap_out`."""
         self._mover.wait_for_loads()  # which may read host pages that are used again for these copies
         for copy in copies:

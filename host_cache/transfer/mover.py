@@ -15,7 +15,7 @@ from typing import Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from host_cache.errors import TransferError
 from host_cache.plan import PageCopy
@@ -36,15 +36,16 @@ MOST_STORES = 4
 @dataclass(slots=True, kw_only=True)
 class _SwapOut:
     copies: tuple[PageCopy, ...]
-    staged: list[jax.Array]
-    """Per layer [padded, *page], in pinned host memory once ready; the first len(copies) pages count."""
+    staged: jax.Array | None
+    """[num_layers, padded, *page] in pinned host memory once ready, of which the first len(copies) pages
+    count; None once they are in the pool."""
     stored: Future[None] | None = None
     """Its way into the pool, if a thread has it."""
 
     @property
     def is_ready(self) -> bool:
         """Whether taking it into the pool waits for nothing."""
-        return self.stored.done() if self.stored else all(map(_is_ready, self.staged))
+        return self.stored.done() if self.stored else self.staged is None or _is_ready(self.staged)
 
 
 class Mover(Protocol):
@@ -53,7 +54,7 @@ class Mover(Protocol):
     pool: PinnedPool
     checksums: PageChecksums | None
 
-    def swap_out(self, copies: Sequence[PageCopy], staged: list[jax.Array]) -> None: ...
+    def swap_out(self, copies: Sequence[PageCopy], staged: jax.Array) -> None: ...
 
     def ended(self, *, wait: bool) -> tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]]: ...
 
@@ -86,7 +87,8 @@ class PageMover:
         self.pool = pool
         self.checksums = checksums
         self._device = page_sharding
-        self._host = page_sharding.with_memory_kind("pinned_host")
+        of_layers = NamedSharding(page_sharding.mesh, PartitionSpec(None, *page_sharding.spec))
+        self._host = of_layers.with_memory_kind("pinned_host")
         devices = page_sharding.mesh.devices
         assert devices is not None, "a mesh of real devices"
         self._devices = list(devices.flat)
@@ -100,16 +102,16 @@ class PageMover:
         self._slots: deque[tuple[list[np.ndarray], jax.Array | None]] = deque()
         """Staging buffers, one array per shard, and the last array that was copied from them."""
 
-    def swap_out(self, copies: Sequence[PageCopy], staged: list[jax.Array]) -> None:
+    def swap_out(self, copies: Sequence[PageCopy], staged: jax.Array) -> None:
         """Start copying pages that were gathered on the device to the host. Doesn't wait, unless many such
         copies are under way.
 
         Args:
             copies: where each page goes; host pages in ascending order are copied in runs.
-            staged: per layer [>= len(copies), *page], gathered in this order.
+            staged: [num_layers, >= len(copies), *page], gathered in this order: one array, since each takes
+                the host as long as 5 MB take the link.
         """
-        to_host = [jax.device_put(layer, self._host) for layer in staged]
-        swap_out = _SwapOut(copies=tuple(copies), staged=to_host)
+        swap_out = _SwapOut(copies=tuple(copies), staged=jax.device_put(staged, self._host))
         if self._threads is not None:
             swap_out.stored = self._threads.submit(self._store, swap_out)
         self._in_flight.append(swap_out)
@@ -265,19 +267,21 @@ class PageMover:
 
     def _store(self, swap_out: _SwapOut) -> None:
         """Take what has come to the host into the pool. Waits for it."""
+        assert swap_out.staged is not None, "stored once"
         host_pages = np.fromiter((copy.host_page for copy in swap_out.copies), np.int64)
         runs = _runs(host_pages)
-        arrived: list[list[np.ndarray]] = []
-        for layer, staged in zip(self.pool.layers, swap_out.staged, strict=True):
-            shards = sorted(staged.addressable_shards, key=lambda shard: shard.index[2].start or 0)
-            arrived.append([np.asarray(shard.data) for shard in shards])
-            for target, data in zip(layer, arrived[-1], strict=True):
-                pages, came, at = _as_bytes(target), _as_bytes(data), 0
+        shards = sorted(swap_out.staged.addressable_shards, key=lambda shard: shard.index[3].start or 0)
+        arrived = [np.asarray(shard.data) for shard in shards]
+        for layer, targets in enumerate(self.pool.layers):
+            for target, data in zip(targets, arrived, strict=True):
+                pages, came, at = _as_bytes(target), _as_bytes(data[layer]), 0
                 for first, count in runs:
                     pages[first : first + count] = came[at : at + count]
                     at += count
         if self.checksums is not None:
-            self.checksums.note(host_pages.tolist(), arrived)
+            by_layer = [[data[layer] for data in arrived] for layer in range(len(self.pool.layers))]
+            self.checksums.note(host_pages.tolist(), by_layer)
+        swap_out.staged = None  # its memory is free for the next
 
 
 def _runs(pages: np.ndarray) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.page_move import gather_pages
 from pensieve_jax.core.errors import InvalidArgumentError
@@ -100,7 +101,10 @@ class ModelRunner:
         # Apart from the layers: another way of choosing tokens compiles this alone.
         self._sample = jax.jit(sample)
         self._scatter = jax.jit(functions.scatter, donate_argnames="kv")
-        self._gather = jax.jit(lambda pools, pages: [gather_pages(pool, pages) for pool in pools])
+        self._gather = jax.jit(
+            lambda pools, pages: jnp.stack([gather_pages(pool, pages) for pool in pools]),
+            out_shardings=NamedSharding(mesh, P(None, *KV_SPEC)),
+        )
         self._copy = jax.jit(
             lambda pools, source, target: [pool.at[target].set(pool[source]) for pool in pools],
             donate_argnums=0,
@@ -216,8 +220,8 @@ class ModelRunner:
         """Put a layer's staged pages into the pool."""
         self._pools[layer] = self._scatter(self._pools[layer], staged, pages)
 
-    def gather(self, pages: np.ndarray) -> list[jax.Array]:
-        """Copy pages out of the pool, per layer [n, *page]; the pool's size in `pages` gives zeros."""
+    def gather(self, pages: np.ndarray) -> jax.Array:
+        """Copy pages out of the pool, [num_layers, n, *page]; the pool's size in `pages` gives zeros."""
         return self._gather(self._pools, pages)
 
     def copy_page(self, source: np.int32, target: np.int32) -> None:

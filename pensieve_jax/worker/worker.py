@@ -261,9 +261,11 @@ class Worker:
 
     def _compile_copies(self, num_pages: int) -> None:
         nowhere = np.full(num_pages, self._shapes.num_pages, np.int32)
-        if num_pages <= COPIED_AT_ONCE:
-            self._runner.gather(nowhere)
         assert self._mover is not None
+        if num_pages <= COPIED_AT_ONCE:  # as many as will be under way: the memory on their way is kept
+            for _ in range(MOST_STORES):
+                self._mover.swap_out((), self._runner.gather(nowhere))
+            self._mover.ended(wait=True)
         staged = self._mover.stage_in(0, np.zeros(0, np.int64), num_pages)
         self._runner.scatter(0, staged, nowhere)
 

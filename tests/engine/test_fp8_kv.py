@@ -88,7 +88,7 @@ def test_a_page_and_its_scales_come_back_from_the_host():
         def pages():
             chunks = cache._conversations[chat.id].chunks[:2]
             device = np.array([cache._ledger.device_page[chunk] for chunk in chunks], np.int32)
-            return [np.asarray(layer) for layer in runner.gather(device)]
+            return np.asarray(runner.gather(device))
 
         before = pages()
         evict(engine, DEVICE_TOKENS)

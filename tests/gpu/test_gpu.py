@@ -184,7 +184,7 @@ def test_bytes_survive_the_way_through_the_host(model):
         runner, mover = worker._runner, worker._mover
         conversation = engine.conversation()
         conversation.send(ids(200), SamplingParams(max_tokens=1))
-        before = [np.asarray(layer) for layer in runner.gather(np.arange(12, dtype=np.int32))]
+        before = np.asarray(runner.gather(np.arange(12, dtype=np.int32)))
         turn = engine.submit(engine.conversation().id, ids(384, seed=1), SamplingParams(max_tokens=1))
         turn.result()
         engine.settle()
@@ -196,7 +196,7 @@ def test_bytes_survive_the_way_through_the_host(model):
             assert all(page.tobytes() in kept for page in full), f"layer {layer}"
         result = conversation.send([5], SamplingParams(max_tokens=1))
         assert result.receipt.tokens_from_host == 200
-        after = [np.asarray(layer) for layer in runner.gather(np.arange(12, dtype=np.int32))]
+        after = np.asarray(runner.gather(np.arange(12, dtype=np.int32)))
         for original, loaded in zip(before, after, strict=True):
             present = {page.tobytes() for page in loaded}
             full = [page for page in original if np.isfinite(page).all() and page[:, :, -1].any()]

@@ -9,6 +9,7 @@ from host_cache.config import TransferFaults
 from host_cache.errors import TransferError
 from host_cache.plan import PageCopy
 from host_cache.transfer import FaultyMover, PageChecksums, PageMover, PinnedPool
+from tests.host_cache.staging import all_layers
 
 NUM_LAYERS, NUM_PAGES = 3, 20
 PAGE = (2, 2, 4, 8)
@@ -34,7 +35,7 @@ def parts(dtype=np.float32):
 def faulty(**shares):
     mover, data, sharding = parts()
     mover = FaultyMover(mover, TransferFaults(**{"fail": 0, "delay": 0, "reorder": 0, "seed": 3, **shares}))
-    return mover, data, [jax.device_put(layer, sharding) for layer in data]
+    return mover, data, all_layers(data, sharding)
 
 
 def holds(mover, data, page):
@@ -141,7 +142,7 @@ def test_bad_share(shares, text):
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 def test_checksum_finds_one_changed_bit(dtype, layer):
     mover, data, sharding = parts(dtype)
-    mover.swap_out(COPIES[:5], [jax.device_put(d, sharding) for d in data])
+    mover.swap_out(COPIES[:5], all_layers(data, sharding))
     mover.ended(wait=True)
     assert mover.refused(COPIES[:5]) == ()
     mover.pool.layers[layer][0][3].reshape(-1).view(np.uint8)[-1] ^= 1

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from host_cache.plan import PageCopy
 from host_cache.transfer import PageMover, PinnedPool
 from host_cache.transfer.mover import MOST_STORES
+from tests.host_cache.staging import all_layers
 
 NUM_LAYERS, NUM_PAGES = 12, 6
 PAGE = (2, 2, 32, 16)
@@ -40,7 +41,7 @@ def test_swapped_in_pages_are_those_swapped_out(copy_threads, pages):
     rng = np.random.default_rng(0)
     layers = [rng.normal(size=(4, *PAGE)).astype(dtype) for _ in range(NUM_LAYERS)]
     copies = [PageCopy(device_page=i, host_page=page) for i, page in enumerate((5, 0, 3))]
-    mover.swap_out(copies, [jax.device_put(layer, sharding) for layer in layers])
+    mover.swap_out(copies, all_layers(layers, sharding))
     assert mover.ended(wait=True) == (tuple(copies), ())
 
     padded = len(pages) + 1
@@ -74,7 +75,7 @@ def test_many_copies_to_the_host_end_in_order(copy_threads):
     rounds = [rng.normal(size=(2, *PAGE)).astype(np.float32) for _ in range(count)]
     copies = [tuple(PageCopy(device_page=i, host_page=2 * n + i) for i in range(2)) for n in range(count)]
     for copy, pages in zip(copies, rounds, strict=True):
-        mover.swap_out(copy, [jax.device_put(pages, sharding)] * NUM_LAYERS)
+        mover.swap_out(copy, all_layers([pages] * NUM_LAYERS, sharding))
     assert mover.ended(wait=True) == (tuple(one for copy in copies for one in copy), ())
     for shards in mover.pool.layers:
         np.testing.assert_array_equal(shards[0], np.concatenate(rounds))
@@ -86,7 +87,7 @@ def test_a_copy_that_fails_in_a_thread_is_told(monkeypatch):
     mover, _, sharding = filled_mover(copy_threads=1)
     monkeypatch.setattr(mover, "_store", lambda swap_out: 1 / 0)
     copy = PageCopy(device_page=0, host_page=0)
-    mover.swap_out([copy], [jax.device_put(np.zeros((1, *PAGE), np.float32), sharding)] * NUM_LAYERS)
+    mover.swap_out([copy], all_layers([np.zeros((1, *PAGE), np.float32)] * NUM_LAYERS, sharding))
     assert mover.ended(wait=True) == ((), (copy,))
 
 
