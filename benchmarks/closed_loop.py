@@ -215,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", default="llama-2-13b-kv10", choices=["tiny", *PRESETS])
     parser.add_argument("--cases", nargs="+", default=["closed_64x5", "pressure_256x4"], choices=[*CASES])
-    parser.add_argument("--device-gb", type=float, default=40.0, help="KV on the device")
-    parser.add_argument("--host-gb", type=float, default=72.0, help="KV in the host, where a case uses it")
+    parser.add_argument("--device-gb", type=float, help="KV on the device; 40, less for tiny")
+    parser.add_argument("--host-gb", type=float, help="KV in the host, if a case uses it; 72, less for tiny")
     parser.add_argument("--step-tokens", type=int, default=2048)
     parser.add_argument("--max-rows", type=int, default=64)
     parser.add_argument(
@@ -225,6 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = ROOT / "benchmarks" / "results" / "serving-h200.jsonl"
     parser.add_argument("--results", type=Path, default=results)
     args = parser.parse_args(arguments)
+    for tier, size, tiny in (("device_gb", 40.0, 0.0002), ("host_gb", 72.0, 0.0006)):
+        if getattr(args, tier) is None:
+            setattr(args, tier, tiny if args.model == "tiny" else size)
     begin = time.perf_counter()
 
     def say(text: str) -> None:

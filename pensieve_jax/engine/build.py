@@ -201,12 +201,13 @@ def batch_shapes(spec: ModelSpec, config: EngineConfig, num_shards: int, num_pag
     """The limits of the engine's batches over a pool of so many pages."""
     page_tokens = config.tiers.page_tokens
     max_context = spec.context_limit(config.max_context_tokens)
+    max_rows, max_pages = config.scheduler.max_rows, min(-(-max_context // page_tokens), num_pages)
     return BatchShapes(
         num_pages=num_pages,
         page_tokens=page_tokens,
-        max_rows=config.scheduler.max_rows,
-        max_tokens=config.scheduler.step_tokens,
-        max_pages=min(-(-max_context // page_tokens), num_pages),
+        max_rows=max_rows,
+        max_tokens=min(config.scheduler.step_tokens, max_rows * max_pages * page_tokens),
+        max_pages=max_pages,
         planned_heads=planned_heads(spec, num_shards),
         block_q=query_block(spec),
         batch_invariant=config.batch_invariant,

@@ -63,6 +63,13 @@ def test_what_was_not_asked_for_is_counted():
         assert engine.num_compilations > 0
 
 
+def test_steps_of_more_tokens_than_their_rows_can_hold():
+    with small_engine(paranoid=False, step_tokens=2048, max_rows=2, max_context_tokens=64) as engine:
+        warm_up(engine, SamplingParams())
+        engine.generate([ids(50), ids(60, 1), ids(40, 2)], SamplingParams(max_tokens=3))
+        assert engine.num_compilations == 0
+
+
 @pytest.mark.parametrize("step_tokens", [4, 48])
 def test_one_shape_for_all_batches(step_tokens):
     with small_engine(paranoid=False, batch_invariant=True, step_tokens=step_tokens) as engine:
