@@ -138,7 +138,9 @@ class StepBench:
         self.worker = build_worker(
             model,
             shapes=self.shapes,
-            host_pages=max([0, *swapped, *leaving]),
+            host_pages=max([0, *swapped, *leaving])
+            * 5
+            // 4,  # padding of a copy from the pool itself is there
             mesh=self.mesh,
             execution="resident",
             check_host_memory=False,
