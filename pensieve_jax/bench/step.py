@@ -138,9 +138,8 @@ class StepBench:
         self.worker = build_worker(
             model,
             shapes=self.shapes,
-            host_pages=max([0, *swapped, *leaving])
-            * 5
-            // 4,  # padding of a copy from the pool itself is there
+            # With room for the padding of a copy, which comes from the pool itself then.
+            host_pages=max([0, *swapped, *leaving]) * 5 // 4,
             mesh=self.mesh,
             execution="resident",
             check_host_memory=False,
