@@ -116,10 +116,12 @@ def gpu() -> tuple[str, str] | None:
 
 
 def commit() -> str:
-    """The commit that runs. A copy without a repository is told by PENSIEVE_COMMIT."""
+    """The commit that runs: as PENSIEVE_COMMIT says, for copies without a repository or of an older one."""
+    if told := os.environ.get("PENSIEVE_COMMIT"):
+        return told
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else os.environ.get("PENSIEVE_COMMIT", "unknown")
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def _below_root(text: str) -> str:

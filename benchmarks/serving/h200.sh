@@ -9,7 +9,7 @@
 # A part's last stages are cut where time is short: each point is kept as soon as it is measured. Programs compiled in
 # one part serve the next on the same machine.
 # Users think 10 s in figures 10, 13 and 14, with all of 40 GB on the GPU and 64 GB in the host: nothing is compressed.
-# PENSIEVE_COMMIT names the commit where the copy has no repository.
+# PENSIEVE_COMMIT names the commit, for a copy without a repository.
 set -u
 part=$1 out=${2:?the folder of results} lengths=${3-}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
