@@ -3,7 +3,7 @@
 from host_cache.transfer.checksums import ChecksumCounters, PageChecksums
 from host_cache.transfer.faults import FaultCounters, FaultyMover
 from host_cache.transfer.mover import MOST_STORES, Mover, PageMover
-from host_cache.transfer.pinned_pool import PinnedPool, register_pinned
+from host_cache.transfer.pinned_pool import PinnedPool, kernels_read_pinned, register_pinned
 
 __all__ = [
     "MOST_STORES",
@@ -14,5 +14,6 @@ __all__ = [
     "PageChecksums",
     "PageMover",
     "PinnedPool",
+    "kernels_read_pinned",
     "register_pinned",
 ]

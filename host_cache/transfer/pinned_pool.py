@@ -1,5 +1,6 @@
 """The host tier's memory: a NumPy array per layer and shard, registered with the device for direct copies."""
 
+import ctypes
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ PIECE_BYTES = 1 << 28
 TOUCH_THREADS = 8
 """One thread takes 0.3 s per GB: each page of memory is made when it is touched."""
 OS_PAGE_BYTES = 4096
+CAN_USE_HOST_POINTER = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM in the CUDA driver's interface."""
 
 
 def register_pinned(array: np.ndarray, device: Device) -> bool:
@@ -47,6 +50,19 @@ def unregister_pinned(array: np.ndarray, device: Device) -> None:
     """Undo `register_pinned`, before the array's memory is freed."""
     if device.platform != "cpu":
         device.client.dma_unmap(array.ctypes.data)
+
+
+def kernels_read_pinned(device: Device) -> bool:
+    """Whether kernels on a device read registered memory under the address that it has in this process."""
+    if device.platform != "gpu":
+        return False
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    value = ctypes.c_int(0)
+    failed = cuda.cuDeviceGetAttribute(ctypes.byref(value), CAN_USE_HOST_POINTER, device.local_hardware_id)
+    return failed == 0 and value.value == 1
 
 
 class PinnedPool:
@@ -82,8 +98,9 @@ class PinnedPool:
             TransferError: the machine can't give that much memory.
         """
         self.num_pages = num_pages
-        layer_bytes = num_pages * int(np.prod(page_shape)) * np.dtype(dtype).itemsize
-        total = layer_bytes * num_layers * len(devices)
+        self.page_bytes = num_layers * int(np.prod(page_shape)) * np.dtype(dtype).itemsize
+        """Of a page of all layers, on one shard."""
+        total = num_pages * self.page_bytes * len(devices)
         available = psutil.virtual_memory().available
         if check_memory and total > available:
             raise TransferError(

@@ -1,5 +1,5 @@
-"""Moving whole pages between a pool and a staging array, and between pools."""
+"""Moving whole pages between a pool and a staging array, between pools, and from host memory."""
 
-from pallas_kernels.page_move.api import copy_pages, gather_pages, scatter_pages
+from pallas_kernels.page_move.api import address_halves, copy_pages, gather_pages, read_pages, scatter_pages
 
-__all__ = ["copy_pages", "gather_pages", "scatter_pages"]
+__all__ = ["address_halves", "copy_pages", "gather_pages", "read_pages", "scatter_pages"]

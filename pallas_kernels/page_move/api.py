@@ -1,11 +1,13 @@
 """The public functions: check their arguments and pick an implementation."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dispatch import run_first, runs_here
-from pallas_kernels.page_move.triton import copy_pages_triton
+from pallas_kernels.page_move.triton import copy_pages_triton, read_pages_triton
 
 type Array = jax.Array | np.ndarray
 
@@ -76,6 +78,48 @@ def copy_pages(
         shapes = f"{target_pages.shape}, {source_pages.shape}"
         raise ValueError(f"target_pages, source_pages: got shapes {shapes}, expected [n] twice")
     return run_first(IMPLEMENTATIONS, implementation, target, source, target_pages, source_pages)
+
+
+def address_halves(addresses: Sequence[int]) -> np.ndarray:
+    """i32[2 n]: the lower and the upper half of each address, as `read_pages` takes them.
+
+    Raises:
+        ValueError: an address isn't a multiple of 16.
+    """
+    if any(address % 16 for address in addresses):
+        raise ValueError(f"addresses: got {list(addresses)}, expected multiples of 16")
+    return np.array(addresses, np.uint64).astype("<u8").view("<i4")
+
+
+def read_pages(
+    kv_pages: jax.Array,
+    addresses: Array,
+    layer: int,
+    pages: Array,
+    host_pages: Array,
+    *,
+    num_host_pages: int,
+) -> jax.Array:
+    """Copy pages from host memory that is registered with the device, wherever they lie, into the pool: by a
+    kernel that reads over the link. In place where the pool is donated. For GPUs with Triton alone.
+
+    XLA knows nothing of that memory: it has to hold what is read until the device is done.
+
+    Args:
+        kv_pages: [num_pages, *page].
+        addresses: i32[2 num_layers]: `address_halves` of arrays [num_host_pages, *page] of the same dtype.
+        layer: which of them is read.
+        pages: i32[n], all different: where each page goes; num_pages or more: it isn't copied.
+        host_pages: i32[n]: where each comes from.
+        num_host_pages: pages of each array; a page beyond them isn't copied.
+
+    Returns:
+        the pool with the pages written.
+
+    Raises:
+        UnsupportedInputError: jax-triton is not installed.
+    """
+    return read_pages_triton(kv_pages, addresses, layer, pages, host_pages, num_source=num_host_pages)
 
 
 def _scatter_pages_xla(kv_pages: jax.Array, staged: jax.Array, pages: Array) -> jax.Array:

@@ -109,6 +109,7 @@ class ModelRunner:
             lambda pools, source, target: [pool.at[target].set(pool[source]) for pool in pools],
             donate_argnums=0,
         )
+        self._read = jax.jit(functions.read, static_argnames="num_host_pages", donate_argnames="pools")
         self._fill = jax.jit(
             lambda pools, pages, value: [pool.at[pages].set(value, mode="drop") for pool in pools],
             donate_argnums=0,
@@ -215,6 +216,16 @@ class ModelRunner:
         """
         for layer in range(self.spec.num_layers):
             self.scatter(layer, stage_in(layer), pages)
+
+    def read(
+        self, addresses: jax.Array, pages: np.ndarray, host_pages: np.ndarray, *, num_host_pages: int
+    ) -> None:
+        """Let the device read pages of all layers from the host's memory; see `StepFunctions.read`."""
+        self._pools = self._read(self._pools, addresses, pages, host_pages, num_host_pages=num_host_pages)
+
+    def wait(self) -> None:
+        """Wait until the device has done all that was dispatched."""
+        jax.block_until_ready(self._pools)
 
     def scatter(self, layer: int, staged: jax.Array | None, pages: np.ndarray) -> None:
         """Put a layer's staged pages into the pool."""

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.page_move import scatter_pages
+from pallas_kernels.page_move import read_pages, scatter_pages
 from pensieve_jax.models.interface import ModelSpec, ServableModel
 from pensieve_jax.parallel import TENSOR_AXIS, partition_specs
 from pensieve_jax.worker.batch import BatchArrays
@@ -156,6 +156,35 @@ class StepFunctions:
     def scatter(self, kv: jax.Array, staged: jax.Array, pages: jax.Array) -> jax.Array:
         """A layer's pool with staged pages in it."""
         return self._sharded(scatter_pages, (KV_SPEC, KV_SPEC, P()), KV_SPEC, kv, staged, pages)
+
+    def read(
+        self,
+        pools: list[jax.Array],
+        addresses: jax.Array,
+        pages: jax.Array,
+        host_pages: jax.Array,
+        *,
+        num_host_pages: int,
+    ) -> list[jax.Array]:
+        """The pools with pages from registered host memory in them.
+
+        Args:
+            pools: of all layers.
+            addresses: i32[num_shards * 2 num_layers]: for each shard, what `read_pages` wants.
+            pages: i32[n]: where they go.
+            host_pages: i32[n]: where they come from.
+            num_host_pages: of the host tier.
+        """
+
+        def read(pools: list[jax.Array], addresses: jax.Array, *pages: jax.Array) -> list[jax.Array]:
+            return [
+                read_pages(pool, addresses, layer, *pages, num_host_pages=num_host_pages)
+                for layer, pool in enumerate(pools)
+            ]
+
+        pool_specs = [KV_SPEC] * len(pools)
+        specs = (pool_specs, P(TENSOR_AXIS), P(), P())
+        return self._sharded(read, specs, pool_specs, pools, addresses, pages, host_pages)
 
     def _precision(self) -> Any:
         """float32 means float32: no reduced-precision products on the GPU's matrix units."""

@@ -22,11 +22,15 @@ from host_cache.transfer import (
     Mover,
     PageChecksums,
     PageMover,
+    kernels_read_pinned,
 )
+from pallas_kernels.dispatch import runs_here
+from pallas_kernels.page_move import address_halves
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.plans import SampleRequest, StepPlan, StepResult, StepStart
 from pensieve_jax.core.types import SampledToken
 from pensieve_jax.models.interface import ServableModel
+from pensieve_jax.parallel import TENSOR_AXIS
 from pensieve_jax.worker.batch import (
     BatchArrays,
     BatchShapes,
@@ -47,6 +51,13 @@ COPIED_AT_ONCE = 64
 
 MOST_GATHERED = (MOST_STORES + 1) * COPIED_AT_ONCE
 """Pages that copies to the host may hold a second time, at most."""
+
+READ_BYTES = 256 << 20
+"""Bytes of KV, on each device, up to which the device itself reads a step's pages from host memory, before
+the step. That takes 5 ms at most. Layer by layer it would be hidden, but then the host takes 10 ms and more
+for the step however little comes: as long as a decode step."""
+READ_AT_ONCE = 32
+"""Pages of one such call: fewer take its time, too, so that one shape is enough."""
 
 type Execution = Literal["auto", "layered", "resident"]
 """How a step without swap-ins runs: layer by layer, in one call, or the better for the platform: one call on
@@ -106,17 +117,35 @@ class Worker:
     """Owns the device pool through its runner, and the copies between the tiers."""
 
     def __init__(
-        self, runner: ModelRunner, mover: Mover | None, shapes: BatchShapes, execution: Execution
+        self,
+        runner: ModelRunner,
+        mover: Mover | None,
+        shapes: BatchShapes,
+        execution: Execution,
+        *,
+        read_bytes: int = 0,
     ) -> None:
         """Args:
         runner: holds weights and device pool.
         mover: copies to and from the host tier; None without one.
         shapes: limits of a batch.
         execution: how steps without swap-ins run.
+        read_bytes: up to how many bytes of KV, on each device, it reads a step's pages itself.
         """
         self._runner = runner
         self._mover = mover
         self._shapes = shapes
+        self._most_read, self._addresses = 0, None
+        self.pages_read = 0
+        """Pages that the device itself has read from host memory."""
+        if mover is not None and read_bytes:
+            self._most_read = read_bytes // mover.pool.page_bytes
+            halves = [
+                address_halves([shards[shard].ctypes.data for shards in mover.pool.layers])
+                for shard in range(runner.mesh.size)
+            ]
+            everywhere = NamedSharding(runner.mesh, PartitionSpec(TENSOR_AXIS))
+            self._addresses = jax.device_put(np.concatenate(halves), everywhere)
         on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
         self._layered = execution == "layered" or (execution == "auto" and on_cpu)
         self._previous = self._nothing_chosen()
@@ -185,6 +214,7 @@ class Worker:
         """Wait for copies under way and give pinned memory back."""
         if self._mover is not None:
             self._mover.ended(wait=True)
+            self._runner.wait()  # it may read host memory
             self._mover.close()
 
     def copy_page(self, source: int, target: int) -> None:
@@ -242,6 +272,8 @@ class Worker:
             self._run_blank(batch, choices if i <= first_prefill else choices[:1])
         self.copy_page(0, 0)
         report(1)
+        if self._most_read:
+            self._read(np.zeros(1, np.int64), self._pad_pages([self._shapes.num_pages]))
         for size in copies:
             self._compile_copies(size)
             report(1)
@@ -276,8 +308,11 @@ class Worker:
         batch, samples = pack(plan.rows, self._shapes, self._previous)
         sampling = self._sampling(batch, [request for _, request in samples])
         wait_s = 0.0
-        if plan.swap_ins or self._layered:
-            host_pages, pages = self._in_runs(plan.swap_ins)
+        host_pages, pages = self._in_runs(plan.swap_ins)
+        staged = len(host_pages) > self._most_read
+        if not staged and len(host_pages):
+            self._read(host_pages, pages)
+        if staged or self._layered:
 
             def stage_in(layer: int) -> jax.Array:
                 nonlocal wait_s
@@ -287,7 +322,7 @@ class Worker:
                 wait_s += time.perf_counter() - begin
                 return staged
 
-            output = self._runner.run_layered(batch, sampling, stage_in if plan.swap_ins else None, pages)
+            output = self._runner.run_layered(batch, sampling, stage_in if staged else None, pages)
         else:
             output = self._runner.run_resident(batch, sampling)
         assert output.for_next_step is not None
@@ -309,7 +344,23 @@ class Worker:
             return
         assert mover is not None, "swap-ins need a host tier"
         host_pages, pages = self._in_runs(copies)
+        if len(copies) <= self._most_read:
+            self._read(host_pages, pages)
+            return
         self._runner.load(lambda layer: mover.stage_in(layer, host_pages, len(pages)), pages)
+
+    def _read(self, host_pages: np.ndarray, pages: np.ndarray) -> None:
+        """Let the device read host pages by itself. One that is freed meanwhile is written only behind this:
+        what is written there comes from the device, which works in order."""
+        assert self._mover is not None and self._addresses is not None, "there is a host tier to read"
+        for first in range(0, len(host_pages), READ_AT_ONCE):
+            sources = np.zeros(READ_AT_ONCE, np.int32)
+            targets = np.full(READ_AT_ONCE, self._shapes.num_pages, np.int32)
+            some = host_pages[first : first + READ_AT_ONCE]
+            sources[: len(some)] = some
+            targets[: len(some)] = pages[first : first + len(some)]
+            self._runner.read(self._addresses, targets, sources, num_host_pages=self._mover.pool.num_pages)
+        self.pages_read += int(np.count_nonzero(pages < self._shapes.num_pages))
 
     def _in_runs(self, copies: Sequence[PageCopy]) -> tuple[np.ndarray, np.ndarray]:
         """Host pages in ascending order, and the padded device pages that go with them."""
@@ -395,4 +446,5 @@ def build_worker(
         mover = PageMover(pool, NamedSharding(mesh, KV_SPEC), PageChecksums(pool) if checksums else None)
         if transfer_faults is not None:
             mover = FaultyMover(mover, transfer_faults)
-    return Worker(runner, mover, shapes, execution)
+    reads = transfer_faults is None and runs_here("triton") and kernels_read_pinned(mesh.devices.flat[0])
+    return Worker(runner, mover, shapes, execution, read_bytes=READ_BYTES if reads else 0)

@@ -13,6 +13,7 @@ from host_cache.transfer import PinnedPool, register_pinned
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.engine.warmup import warm_up
 from pensieve_jax.parallel import make_mesh
+from pensieve_jax.worker import worker as worker_module
 from pensieve_jax.worker.batch import BatchShapes, PreviousSamples, blank
 from pensieve_jax.worker.runner import ModelRunner
 from tests.engine.serving import Chat, ids, small_engine
@@ -55,8 +56,12 @@ def test_text_of_smollm2_after_a_stay_in_pinned_memory():
 # -- cached equals cold --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("execution", "run_ahead"), [("resident", True), ("layered", False)])
-def test_cached_equals_cold(model, execution, run_ahead):
+@pytest.mark.parametrize(
+    ("execution", "run_ahead", "read_bytes"),
+    [("resident", True, 1 << 30), ("resident", True, 0), ("layered", False, 0)],
+)
+def test_cached_equals_cold(model, execution, run_ahead, read_bytes, monkeypatch):
+    monkeypatch.setattr(worker_module, "READ_BYTES", read_bytes)
     driver = Driver(model, "tight-host", execution=execution, run_ahead=run_ahead)
     driver.play(random.Random(7), 250)
     counters = driver.engine.counters
@@ -177,8 +182,10 @@ def test_default_sizes_come_from_the_machine(model):
         assert device_pages * 2 * 2 * 32 * 16 > 2**31
 
 
-def test_bytes_survive_the_way_through_the_host(model):
-    """A page that goes to the host and comes back is bit for bit what it was."""
+@pytest.mark.parametrize("read_bytes", [0, 1 << 30])
+def test_bytes_survive_the_way_through_the_host(model, read_bytes, monkeypatch):
+    """A page that goes to the host and comes back is bit for bit what it was: copied, or read by a kernel."""
+    monkeypatch.setattr(worker_module, "READ_BYTES", read_bytes)
     with small_engine(model=model, device_pages=12, host_pages=40) as engine:
         worker = engine._turns.parts.worker
         runner, mover = worker._runner, worker._mover
@@ -196,6 +203,7 @@ def test_bytes_survive_the_way_through_the_host(model):
             assert all(page.tobytes() in kept for page in full), f"layer {layer}"
         result = conversation.send([5], SamplingParams(max_tokens=1))
         assert result.receipt.tokens_from_host == 200
+        assert worker.pages_read == (7 if read_bytes and ON_GPU else 0)
         after = np.asarray(runner.gather(np.arange(12, dtype=np.int32)))
         for original, loaded in zip(before, after, strict=True):
             present = {page.tobytes() for page in loaded}

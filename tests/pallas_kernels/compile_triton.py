@@ -23,7 +23,7 @@ from pallas_kernels.kv_write import Rotary
 from pallas_kernels.kv_write.triton import rotate_and_write_triton
 from pallas_kernels.multi_token_attention import plan_attention, tile_tokens
 from pallas_kernels.multi_token_attention.triton import attention_triton
-from pallas_kernels.page_move.triton import copy_pages_triton
+from pallas_kernels.page_move.triton import copy_pages_triton, read_pages_triton
 
 CAPABILITY, CASES = sys.argv[2], sys.argv[3:]
 NUM_PAGES = 2**31 // (2 * 10 * 32 * 128) + 1  # more than 2**31 numbers
@@ -72,6 +72,16 @@ def copy_pages():
     return functools.partial(copy_pages_triton, **compile_for), (0,), (*pools, ids, ids)
 
 
+def read_pages():
+    ids, addresses = abstract((64,), jnp.int32), abstract((80,), jnp.int32)
+    run = functools.partial(read_pages_triton, num_source=12000, **compile_for)
+    return (
+        lambda pool, addresses, to, start: run(pool, addresses, 7, to, start),
+        (0,),
+        (abstract((NUM_PAGES, *PAGE), jnp.bfloat16), addresses, ids, ids),
+    )
+
+
 DECODE, MIXED = ((1, 4096),) * 2, ((1, 4096), (300, 3000))
 PROGRAMS = {
     "decode": lambda: attention((32, 8), 128, jnp.bfloat16, DECODE),
@@ -90,6 +100,7 @@ PROGRAMS = {
     "fp8_d256": lambda: attention((10, 2), 256, jnp.bfloat16, MIXED, fp8=True),
     "fp8_write": lambda: kv_write(fused=True, norm=True, fp8=True),
     "copy_pages": copy_pages,
+    "read_pages": read_pages,
 }
 
 

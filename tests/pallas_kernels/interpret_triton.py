@@ -100,7 +100,8 @@ triton_support.triton_call = triton_call
 from pallas_kernels.kv_write.triton import rotate_and_write_triton  # noqa: E402
 from pallas_kernels.multi_token_attention import reference_attention, tile_tokens  # noqa: E402
 from pallas_kernels.multi_token_attention.triton import attention_triton  # noqa: E402
-from pallas_kernels.page_move.triton import copy_pages_triton  # noqa: E402
+from pallas_kernels.page_move import address_halves  # noqa: E402
+from pallas_kernels.page_move.triton import copy_pages_triton, read_pages_triton  # noqa: E402
 from tests.pallas_kernels.fp8 import plain_of  # noqa: E402
 from tests.pallas_kernels.ragged import ragged_batch  # noqa: E402
 from tests.pallas_kernels.rotated import case, expected  # noqa: E402
@@ -139,6 +140,17 @@ def copy_pages():
     want = target.copy()
     want[[3, 5]] = source[[8, 0]]
     return relative_error(copy_pages_triton(target, source, to, start, program_bytes=512), want)
+
+
+def read_pages():
+    target = rng.standard_normal((6, 2, 3, 8, 20), np.float32)
+    layers = [rng.standard_normal((9, 2, 3, 8, 20), np.float32) for _ in range(3)]
+    addresses = address_halves([layer.ctypes.data for layer in layers])
+    to, start = np.array([3, 6, 0, 5], np.int32), np.array([8, 2, 9, 0], np.int32)
+    want = target.copy()
+    want[[3, 5]] = layers[2][[8, 0]]
+    got = read_pages_triton(target, addresses, 2, to, start, num_source=9, program_bytes=512)
+    return relative_error(got, want)
 
 
 CASES = {
@@ -180,6 +192,7 @@ CASES = {
         fp8=True,
     ),
     "copy_pages": copy_pages,
+    "read_pages": read_pages,
 }
 for name, error in CASES.items():
     print(json.dumps({"case": name, "error": error()}), flush=True)

@@ -20,14 +20,14 @@ SPILLED_BYTES = {"float32_d96": 1300, "fp8_d256": 800}
 FEW_SPILLED_BYTES = 350
 """Where registers are short, some are kept in local memory: a few of them, not the output of a tile. Float32
 has no matrix units, and all of a product's operands in registers."""
-COMMON = ["decode", "mixed", "kv_write", "kv_write_norm", "copy_pages"]
+COMMON = ["decode", "mixed", "kv_write", "kv_write_norm", "copy_pages", "read_pages"]
 FP8_COMMON, FP8_OTHERS = ["fp8_decode", "fp8_mixed", "fp8_write"], ["fp8_window_d80", "fp8_d256"]
 OTHERS = ["one_head_a_group", "window_d256", "cap_d80", "float32_d96"]
 
 
 def test_interpreted_kernels_match_the_reference(compilers):
     lines = lines_of("pallas_kernels/interpret_triton", compilers)
-    assert len(lines) == 12
+    assert len(lines) == 13
     for line in lines.values():
         assert line["error"] < 2e-3, line
 
@@ -51,7 +51,7 @@ def test_compiles_within_the_limits(capability, cases, compilers):
             assert kernel["shared_bytes"] <= SHARED_MEMORY[capability], line
         if capability == 90:
             assert line["temp_bytes"] < 4e6, line
-            if line["case"] in ("kv_write", "kv_write_norm", "copy_pages"):
+            if line["case"] in ("kv_write", "kv_write_norm", "copy_pages", "read_pages"):
                 assert line["alias_bytes"] > 2 * 2**31, line  # the pool: more than 2**31 numbers of two bytes
             if line["case"] == "fp8_write":
                 assert line["alias_bytes"] > 2**31, line
