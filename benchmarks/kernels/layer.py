@@ -25,7 +25,7 @@ from benchmarks.kernels.common import DTYPE, NO_LOCK, Report, alone, launch_seco
 from benchmarks.kernels.products import PRODUCTS, Product, limits_of
 from pallas_kernels.norm import layer_norm, rms_norm
 from pallas_kernels.skinny_matmul.api import run_mosaic
-from pallas_kernels.skinny_matmul.tiling import BLOCKS_K, Tiling, candidates, plan_tiling
+from pallas_kernels.skinny_matmul.tiling import Tiling, candidates, plan_tiling
 from pallas_kernels.skinny_matmul.xla import skinny_matmul_xla
 from pensieve_jax.bench.timing import measure_ceilings
 
@@ -47,14 +47,8 @@ def name_of(tiling: Tiling | None) -> str:
     """Features, and how CTAs work together."""
     if tiling is None:
         return "xla"
-    return "-".join([str(tiling.features), *peculiarities(tiling)])
-
-
-def peculiarities(tiling: Tiling) -> list[str]:
-    """In what it differs from a plain one."""
-    plain = {"split": 1, "share": 1, "room": 1, "deep": BLOCKS_K[0]}
-    given = (tiling.splits, tiling.shares, tiling.ctas_per_sm, tiling.block_k)
-    return [f"{way}{n}" for (way, usual), n in zip(plain.items(), given, strict=True) if n != usual]
+    ways = {"split": tiling.splits, "share": tiling.shares}
+    return "-".join([str(tiling.features), *(f"{way}{n}" for way, n in ways.items() if n > 1)])
 
 
 def cuts(names: tuple[str, ...], tokens: int, *, every: bool, asked: Sequence[str] = ()) -> dict[str, Cut]:
@@ -64,9 +58,7 @@ def cuts(names: tuple[str, ...], tokens: int, *, every: bool, asked: Sequence[st
     found: dict[str, Cut] = {"chosen": chosen, "xla": dict.fromkeys(names)}
     for name in names if every else ():
         others: list[Tiling | None] = [
-            tiling
-            for tiling in candidates(**limits[name])
-            if tiling.num_tiles * tiling.splits >= LEAST_CTAS and len(peculiarities(tiling)) < 2
+            tiling for tiling in candidates(**limits[name]) if tiling.num_tiles * tiling.splits >= LEAST_CTAS
         ]
         for other in [*others, None]:
             if other != chosen[name]:

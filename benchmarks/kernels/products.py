@@ -4,7 +4,7 @@
 
 Times are back to back: one jitted call makes many launches over different weights, together larger than the
 cache. Everything is compiled first, in parallel. With --tilings every tiling that fits is timed, not only the
-one that the kernel chooses: that is how the rates in `pallas_kernels/skinny_matmul/tiling.py` are found.
+one that the kernel chooses.
 """
 
 import argparse

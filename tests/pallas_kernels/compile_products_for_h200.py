@@ -17,12 +17,15 @@ from pallas_kernels.skinny_matmul import products
 
 CASES = {
     "qkv": (64, [5120, 1280, 1280], 5120, {}),
+    "qkv_128": (128, [5120, 1280, 1280], 5120, {}),
     "o": (64, [5120], 5120, {"add": True}),
     "gate_up": (64, [13824] * 2, 5120, {"activation": jax.nn.silu, "gated": True}),
     "gate_up_128": (128, [13824] * 2, 5120, {"activation": jax.nn.silu, "gated": True}),
     "down_8": (8, [5120], 13824, {"add": True}),
+    "down_128": (128, [5120], 13824, {"add": True}),
     "head": (8, [32000], 5120, {"out_dtype": jnp.float32}),
     "fc1": (64, [20480], 5120, {"biases": True, "activation": jax.nn.relu}),
+    "fc1_128": (128, [20480], 5120, {"biases": True, "activation": jax.nn.relu}),
     "fc2": (64, [5120], 20480, {"biases": True, "add": True}),
 }
 

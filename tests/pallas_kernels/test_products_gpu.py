@@ -10,6 +10,7 @@ from pallas_kernels.skinny_matmul import products
 from pallas_kernels.skinny_matmul.epilogue import Epilogue
 from pallas_kernels.skinny_matmul.mosaic import skinny_matmul_mosaic
 from pallas_kernels.skinny_matmul.tiling import candidates
+from pallas_kernels.skinny_matmul.xla import skinny_matmul_xla
 
 pytestmark = pytest.mark.gpu_kernel
 
@@ -56,20 +57,40 @@ def test_products_match_float32(sizes, adds, options, tokens):
 
 
 @pytest.mark.parametrize("tokens", [8, 64, 128])
-def test_every_tiling_gives_the_product(tokens):
-    x, w, add = normal(0, tokens, 2048), normal(1, 1024, 2048) / 45, normal(2, tokens, 1024)
-    want = wide(x) @ wide(w).T + wide(add)
-    tilings = list(
-        candidates(tokens=tokens, sizes=[1024], contracted=2048, together=1, out_bytes=2, adds=True)
+@pytest.mark.parametrize(
+    "epilogue", [Epilogue(adds=True), Epilogue(activation=jax.nn.silu, gated=True)], ids=["add", "gated"]
+)
+def test_every_tiling_gives_the_product(epilogue, tokens):
+    x, add = normal(0, tokens, 2048), normal(2, tokens, 1024) if epilogue.adds else None
+    weights = [normal(3 + i, 1024, 2048) / 45 for i in range(epilogue.together)]
+    (want,) = skinny_matmul_xla(
+        wide(x),
+        [wide(w) for w in weights],
+        [],
+        None if add is None else wide(add),
+        epilogue=epilogue,
+        out_dtype=jnp.float32,
     )
-    assert {tiling.splits for tiling in tilings} == {1, 2, 4}
-    assert {tiling.shares for tiling in tilings} == ({1} if tokens == 8 else {1, 2, 4})
-    for tiling in tilings:
-        options = {"epilogue": Epilogue(adds=True), "out_dtype": jnp.bfloat16, "overlap": True}
-        run = jax.jit(
-            lambda x, w, add, t=tiling, o=options: skinny_matmul_mosaic(x, [w], [], add, tiling=t, **o)
+    tilings = list(
+        candidates(
+            tokens=tokens,
+            sizes=[len(w) for w in weights],
+            contracted=2048,
+            together=epilogue.together,
+            out_bytes=2,
+            adds=epilogue.adds,
         )
-        (got,), (again,) = run(x, w, add), run(x, w, add)
+    )
+    assert {tiling.splits for tiling in tilings} == {1, 2}
+    assert {tiling.shares for tiling in tilings} == ({1} if tokens == 8 else {1, 2})
+    for tiling in tilings:
+        options = {"epilogue": epilogue, "out_dtype": jnp.bfloat16, "overlap": True}
+        run = jax.jit(
+            lambda x, weights, add, t=tiling, o=options: skinny_matmul_mosaic(
+                x, weights, [], add, tiling=t, **o
+            )
+        )
+        (got,), (again,) = run(x, weights, add), run(x, weights, add)
         assert relative_error(got, want) < TOLERANCE, tiling
         assert jnp.array_equal(got, again), tiling
 

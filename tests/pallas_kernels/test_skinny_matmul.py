@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from benchmarks.kernels.layer import LAYERS, name_of
+from benchmarks.kernels.products import PRODUCTS, limits_of
 from pallas_kernels.errors import UnsupportedInputError
+from pallas_kernels.mosaic_support import NUM_SMS
 from pallas_kernels.skinny_matmul import products
 from pallas_kernels.skinny_matmul.epilogue import Epilogue
 from pallas_kernels.skinny_matmul.mosaic import skinny_matmul_mosaic
-from pallas_kernels.skinny_matmul.tiling import CLUSTERED_SMS, Tiling, plan_tiling
+from pallas_kernels.skinny_matmul.tiling import BLOCK_K, Tiling, plan_tiling
 
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
 RACE = "RACE DETECTED"
@@ -130,14 +133,29 @@ def test_tilings_divide_evenly_and_run_at_once(sizes, contracted, together, adds
     plan = plan_tiling(
         tokens=tokens, sizes=sizes, contracted=contracted, together=together, out_bytes=2, adds=adds
     )
-    if plan is None:  # many tokens and few features: activations alone fill the cache's rate
-        assert tokens == 128
-        return
+    assert plan is not None
     assert all(size % plan.features == 0 for size in sizes)
     assert plan.num_tiles == sum(sizes) // together // plan.features
-    assert 80 <= plan.num_tiles * plan.splits <= CLUSTERED_SMS[plan.splits]
-    assert contracted % (plan.splits * plan.block_k) == 0
+    assert 80 <= plan.num_tiles * plan.splits <= NUM_SMS
+    assert contracted % (plan.splits * BLOCK_K) == 0
     assert plan.chunk == plan.features // plan.splits if adds else plan.chunk <= 64
+
+
+CHOSEN = {
+    ("llama", 8): ["64", "40", "128", "80-split2"],
+    ("llama", 64): ["80", "80-split2", "128-share2", "80-split2"],
+    ("llama", 128): ["80", "80-split2", "128-share2", "80-split2"],
+    ("opt", 8): ["128", "40", "160", "80-split2"],
+    ("opt", 64): ["128", "80-split2", "160-share2", "80-split2"],
+    ("opt", 128): ["160", "80-split2", "160-share2", "80-split2"],
+}
+"""Of q k v, projection, up, down: what was fast on an H200 (docs/design/decode-products.md)."""
+
+
+@pytest.mark.parametrize(("layer", "tokens"), CHOSEN)
+def test_the_tilings_that_an_h200_showed_to_be_fast_are_chosen(layer, tokens):
+    plans = [plan_tiling(**limits_of(PRODUCTS[name], tokens)) for name in LAYERS[layer]]
+    assert [name_of(plan) for plan in plans] == CHOSEN[layer, tokens]
 
 
 def test_no_tiling_where_features_do_not_divide():
