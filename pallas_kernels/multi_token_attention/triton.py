@@ -39,7 +39,7 @@ PROGRAM_KEYS = 32
 """Keys that a program reads in the time of its start and end."""
 MERGE_KEYS = 80_000
 """Keys, of one KV head each, that are read in the time in which parts are written and joined (H200)."""
-LEAST_KEYS = 256
+LEAST_KEYS = 128
 """Keys of a stretch, at least: shorter ones cost more to join than they save."""
 MOST_SPLITS = 64
 
