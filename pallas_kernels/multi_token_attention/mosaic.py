@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.errors import UnsupportedInputError
 from pallas_kernels.mosaic_support import interpreter, swizzled
-from pallas_kernels.multi_token_attention.mosaic_common import LOG2E, NEVER, KernelShape, aligned
+from pallas_kernels.multi_token_attention.mosaic_common import HEAD_SIZES, LOG2E, NEVER, KernelShape, aligned
 from pallas_kernels.multi_token_attention.mosaic_device import clear_rows, some_of_warp
 from pallas_kernels.multi_token_attention.mosaic_output import Outputs, merge_interpreted
 from pallas_kernels.multi_token_attention.plan import AttentionPlan
@@ -37,8 +37,6 @@ from pallas_kernels.multi_token_attention.schedule import (
     Schedule,
 )
 
-NUM_SLOTS = 5
-"""Slots of the ring, each a block of K or of V. With queries and outputs they fill the shared memory."""
 NUM_ITEMS = 7
 """Items in shared memory. The producer reads two ahead of the one that it loads, which the ring keeps within
 three of the one that consumers compute, and they look back at the one before."""
@@ -48,7 +46,8 @@ MOST_PAGES_AHEAD = 4
 """Pages of a block, at most, for the producer to read the page table two blocks ahead."""
 BY_ONE = ("wide_queries", "queries_used", "may_write", "wrote")
 """Barriers at which one warpgroup arrives, two of a kind: of each consumer, where that makes sense. Barriers
-of a number of arrivals are one array: each array takes registers. In it follow those of `_cleared`."""
+of a number of arrivals are one array: each array takes registers. In it follow those of
+`_Consumer.cleared`."""
 WGMMA = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 MAX_EXCESS = 8.0
@@ -106,7 +105,7 @@ def attention_mosaic(
     logit_soft_cap: float | None,
     interpret: Any = None,
 ) -> jax.Array:
-    """As `multi_token_attention`, on Hopper: bf16 or fp16, head sizes 64 and 128.
+    """As `multi_token_attention`, on Hopper: bf16 or fp16, head sizes 64, 80, 96, 128 and 256.
 
     Raises:
         UnsupportedInputError: dtype, head size, page size, group or option that the kernel doesn't have, or a
@@ -122,7 +121,7 @@ def attention_mosaic(
 
     need(q.dtype in (jnp.bfloat16, jnp.float16), "q", f"dtype {q.dtype}", "bfloat16 or float16")
     need(kv_pages.dtype == q.dtype, "kv_pages", f"dtype {kv_pages.dtype}", f"{q.dtype} as in q")
-    need(head_dim in (64, 128), "q", f"head_dim {head_dim}", "64 or 128")
+    need(head_dim in HEAD_SIZES, "q", f"head_dim {head_dim}", f"one of {HEAD_SIZES}")
     need(page_size in (16, 32, 64, 128), "kv_pages", f"page_size {page_size}", "16, 32, 64 or 128")
     group = num_heads // num_kv_heads
     need(group <= 16, "q", f"{group} heads for each KV head", "at most 16")
@@ -157,7 +156,7 @@ def _attention_call(
         plgpu.SMEM((TILE_Q, head_dim), jnp.float32, transforms=exact),
     )
     scratch = {
-        "ring": plgpu.SMEM((NUM_SLOTS, BLOCK_KV, head_dim), dtype, transforms=tiled),
+        "ring": plgpu.SMEM((shape.num_slots, shape.block_kv, head_dim), dtype, transforms=tiled),
         "queries": plgpu.SMEM((2, TILE_Q, head_dim), dtype, transforms=tiled),
         # In the interpreter the outputs don't share their memory: it would compare uses of the two halves.
         "outputs": plgpu.RefUnion(*outputs) if shape.interpret is None else outputs,
@@ -165,10 +164,10 @@ def _attention_call(
         # One line more than items, for a note.
         "item_ring": plgpu.SMEM((NUM_ITEMS + 1, ITEM_WIDTH), jnp.int32),
         "item_loaded": plgpu.Barrier(num_barriers=NUM_ITEMS),
-        "loaded": plgpu.Barrier(num_barriers=NUM_SLOTS, num_arrivals=shape.pages_per_block),
-        "used": plgpu.Barrier(num_barriers=NUM_SLOTS, num_arrivals=2),
+        "loaded": plgpu.Barrier(num_barriers=shape.num_slots, num_arrivals=shape.pages_per_block),
+        "used": plgpu.Barrier(num_barriers=shape.num_slots, num_arrivals=2),
         "narrow_queries": plgpu.Barrier(num_arrivals=shape.narrow_tokens),
-        "by_one": plgpu.Barrier(num_barriers=2 * len(BY_ONE) + NUM_SLOTS),
+        "by_one": plgpu.Barrier(num_barriers=2 * len(BY_ONE) + shape.num_slots),
         "run_done": plgpu.Barrier(num_arrivals=2),
     }
     kernel = plgpu.kernel(
@@ -254,11 +253,26 @@ def _read_item(shape: KernelShape, scratch: dict[str, Any], number: jax.Array) -
     """The CTA's item of that number, from shared memory, without blocks before the window of all its rows."""
     place = lax.rem(number, jnp.int32(NUM_ITEMS))
     item = _Item(**{name: scratch["item_ring"][place, column] for column, name in enumerate(ITEM_FIELDS)})
+    if shape.block_kv < BLOCK_KV:
+        item = _in_smaller_blocks(shape, item)
     if shape.sliding_window is None:
         return item
     first_key = item.position + item.skip + 1 - shape.sliding_window
-    first_block = lax.div(jnp.maximum(first_key, 0), jnp.int32(BLOCK_KV))
+    first_block = lax.div(jnp.maximum(first_key, 0), jnp.int32(shape.block_kv))
     return replace(item, begin=jnp.clip(first_block, item.begin, item.end - 1))
+
+
+def _in_smaller_blocks(shape: KernelShape, item: _Item) -> _Item:
+    """The item as the kernel's blocks count its keys, without those after the last key that it sees."""
+    smaller, block_kv = BLOCK_KV // shape.block_kv, jnp.int32(shape.block_kv)
+    begin = item.begin * smaller
+    end = lax.div(item.position + item.stop + block_kv - 1, block_kv)
+    return replace(
+        item,
+        begin=begin,
+        full=lax.div(item.position + item.skip + 1, block_kv),
+        end=jnp.clip(end, begin + 1, item.end * smaller),
+    )
 
 
 def _wait_item(shape: KernelShape, scratch: dict[str, Any], number: jax.Array) -> _Item:
@@ -271,13 +285,9 @@ def _one(scratch: dict[str, Any], name: str, index: jax.Array | int) -> Any:
     return scratch["by_one"].at[2 * BY_ONE.index(name) + index]
 
 
-def _cleared(scratch: dict[str, Any], slot: jax.Array) -> Any:
-    """The barrier at which the second consumer waits until the first one has cleared a slot of values.
-
-    Each slot of the ring has its own: the first consumer may be several short items ahead, but not with the
-    same slot, and a barrier that is two arrivals ahead of who waits looks as if nothing had arrived.
-    """
-    return scratch["by_one"].at[2 * len(BY_ONE) + lax.rem(slot, jnp.int32(NUM_SLOTS))]
+def _place(shape: KernelShape, slot: jax.Array) -> jax.Array:
+    """Where a slot lies in the ring, of all that are filled one after the other."""
+    return lax.rem(slot, jnp.int32(shape.num_slots))
 
 
 class _Producer:
@@ -375,26 +385,29 @@ class _Producer:
                 plgpu.async_prefetch(
                     self.q.at[pl.ds(token, TILE_Q), head], predicate=not_first & (item.kind == WIDE)
                 )
-        pages_per_block = self.shape.pages_per_block
-        last_page = lax.div(item.kv_len - 1, jnp.int32(self.shape.page_size))
+        shape, pages_per_block = self.shape, self.shape.pages_per_block
+        blocks_per_page = jnp.int32(shape.blocks_per_page)
+        rows = min(shape.page_size, shape.block_kv)
+        last_page = lax.div(item.kv_len - 1, jnp.int32(shape.page_size))
         ring, loaded, used = self.scratch["ring"], self.scratch["loaded"], self.scratch["used"]
 
         def pages_of(block: jax.Array) -> list[jax.Array]:
+            first = lax.div(block, blocks_per_page) * pages_per_block
             return [
-                self.page_table[item.row, jnp.minimum(block * pages_per_block + i, last_page)]
-                for i in range(pages_per_block)
+                self.page_table[item.row, jnp.minimum(first + i, last_page)] for i in range(pages_per_block)
             ]
 
         def load(block: jax.Array, carry: tuple[jax.Array, list[list[jax.Array]]]) -> Any:
             filled, (pages, *following) = carry
             following.append(pages_of(block + ahead))
+            first_row = pl.multiple_of(lax.rem(block, blocks_per_page) * rows, ALIGN)
             for which in range(2):
-                slot = lax.rem(filled + which, jnp.int32(NUM_SLOTS))
-                pl.when(filled + which >= NUM_SLOTS)(partial(plgpu.barrier_wait, used.at[slot]))
+                slot = _place(shape, filled + which)
+                pl.when(filled + which >= shape.num_slots)(partial(plgpu.barrier_wait, used.at[slot]))
                 for i, page in enumerate(pages):
                     plgpu.copy_gmem_to_smem(
-                        self.kv_pages.at[page, which, item.kv_head],
-                        ring.at[slot, pl.ds(i * self.shape.page_size, self.shape.page_size)],
+                        self.kv_pages.at[page, which, item.kv_head, pl.ds(first_row, rows)],
+                        ring.at[slot, pl.ds(i * rows, rows)],
                         loaded.at[slot],
                     )
             pl.when(block == item.begin)(lambda: self.load_queries(item, not_first, after_narrow))
@@ -412,9 +425,9 @@ class _Producer:
         for consumer in range(2):
             plgpu.barrier_wait(_one(self.scratch, "queries_used", consumer))
 
-        @pl.loop(jnp.maximum(filled - NUM_SLOTS, 0), filled)
+        @pl.loop(jnp.maximum(filled - self.shape.num_slots, 0), filled)
         def _wait(slot: jax.Array) -> None:
-            plgpu.barrier_wait(self.scratch["used"].at[lax.rem(slot, jnp.int32(NUM_SLOTS))])
+            plgpu.barrier_wait(self.scratch["used"].at[_place(self.shape, slot)])
 
 
 class _Consumer:
@@ -472,8 +485,8 @@ class _Consumer:
             state, weights = lax.fori_loop(item.begin + 1, item.end, block_step, (state, weights))
             return filled + 2 * (item.end - item.begin), state, weights
 
-        start = _start(self.shape.head_dim)
-        nothing = start.output if self.shape.head_dim == BLOCK_KV else _zeros((TILE_Q, BLOCK_KV))
+        start, block_kv = _start(self.shape.head_dim), self.shape.block_kv
+        nothing = start.output if self.shape.head_dim == block_kv else _zeros((TILE_Q, block_kv))
         filled, state, weights = lax.fori_loop(
             begin, end, item_step, (filled, start, nothing.astype(self.shape.dtype))
         )
@@ -511,11 +524,11 @@ class _Consumer:
             The state, the output in it not yet faded to the new maximum; the factor to fade it by; the
             weights of this block's values, which are then loaded and finite.
         """
-        slot = filled + 2 * (block - item.begin)
-        valid = item.kv_len - block * BLOCK_KV
+        slot, block_kv = filled + 2 * (block - item.begin), self.shape.block_kv
+        valid = item.kv_len - block * block_kv
 
         def last_key() -> jax.Array:
-            return position + plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA)
+            return position + plgpu.broadcasted_iota(jnp.int32, (TILE_Q, block_kv), 0, layout=WGMMA)
 
         def softmax(scores: jax.Array) -> Any:
             self.release(slot)
@@ -525,14 +538,14 @@ class _Consumer:
             # A wait also keeps the compiler from moving this work behind the end of the other product.
             self.wait_loaded(slot + 1)
 
-            @pl.when((valid < BLOCK_KV) & (self.index == 0))
+            @pl.when((valid < block_kv) & (self.index == 0))
             def _clear() -> None:
                 self.clear(slot + 1, valid)
-                plgpu.barrier_arrive(_cleared(self.scratch, slot + 1))
+                plgpu.barrier_arrive(self.cleared(slot + 1))
 
-            @pl.when((valid < BLOCK_KV) & (self.index == 1))
+            @pl.when((valid < block_kv) & (self.index == 1))
             def _wait() -> None:
-                plgpu.barrier_wait(_cleared(self.scratch, slot + 1))
+                plgpu.barrier_wait(self.cleared(slot + 1))
 
             return result
 
@@ -609,7 +622,7 @@ class _Consumer:
         queries = scratch["queries"].at[0]
 
         def last_key() -> jax.Array:
-            row = plgpu.broadcasted_iota(jnp.int32, (TILE_Q, BLOCK_KV), 0, layout=WGMMA)
+            row = plgpu.broadcasted_iota(jnp.int32, (TILE_Q, shape.block_kv), 0, layout=WGMMA)
             return item.position + lax.div(row, jnp.int32(shape.stride))
 
         # The second consumer has the last block: it joins the states while the first goes on.
@@ -636,8 +649,8 @@ class _Consumer:
                 scores, state.peak, state.total, block, masked, last_key
             )
             self.wait_loaded(slot + 1)
-            valid = item.kv_len - block * BLOCK_KV
-            pl.when(valid < BLOCK_KV)(lambda: self.clear(slot + 1, valid))
+            valid = item.kv_len - block * shape.block_kv
+            pl.when(valid < shape.block_kv)(lambda: self.clear(slot + 1, valid))
             output = state.output * _along(fade, state.output.shape)
             output = self.weigh(output, weights.astype(shape.dtype), slot + 1)
             self.release(slot + 1)
@@ -690,7 +703,7 @@ class _Consumer:
             plgpu.wgmma(acc, queries, keys.transpose((1, 0)))
             return acc[...]
 
-        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_Q, BLOCK_KV), jnp.float32))
+        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_Q, self.shape.block_kv), jnp.float32))
 
     def weigh(self, output: jax.Array, weights: jax.Array, slot: jax.Array) -> jax.Array:
         """output + weights @ values."""
@@ -725,7 +738,7 @@ class _Consumer:
 
         return pl.run_scoped(
             product,
-            plgpu.WGMMAAccumulatorRef((TILE_Q, BLOCK_KV), jnp.float32),
+            plgpu.WGMMAAccumulatorRef((TILE_Q, self.shape.block_kv), jnp.float32),
             plgpu.WGMMAAccumulatorRef((TILE_Q, self.shape.head_dim), jnp.float32),
         )
 
@@ -739,7 +752,7 @@ class _Consumer:
         """Whether a row of the item, the last of which stands there, doesn't see the whole block."""
         masked = block >= item.full
         if self.shape.sliding_window is not None:
-            masked |= block * BLOCK_KV <= last_position - self.shape.sliding_window
+            masked |= block * self.shape.block_kv <= last_position - self.shape.sliding_window
         return masked
 
     def softmax(
@@ -762,7 +775,7 @@ class _Consumer:
             factor = shape.logit_soft_cap * LOG2E
 
         def mask() -> jax.Array:
-            key = block * BLOCK_KV + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
+            key = block * shape.block_kv + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
             last = last_key()
             seen = key <= last
             if shape.sliding_window is not None:
@@ -774,7 +787,7 @@ class _Consumer:
         new_peak = jnp.where(block_peak > peak + MAX_EXCESS, block_peak, peak)
         fade = jnp.exp2(peak - new_peak)
         weights = jnp.exp2(scores * factor - _along(new_peak, scores.shape))
-        sums = [weights[:, i : i + SUMS] for i in range(0, BLOCK_KV, SUMS)]
+        sums = [weights[:, i : i + SUMS] for i in range(0, shape.block_kv, SUMS)]
         while len(sums) > 1:
             sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
         total = total * _along(fade, total.shape) + sums[0]
@@ -792,13 +805,21 @@ class _Consumer:
         plgpu.commit_smem()
 
     def slot(self, number: jax.Array) -> Any:
-        return self.scratch["ring"].at[lax.rem(number, jnp.int32(NUM_SLOTS))]
+        return self.scratch["ring"].at[_place(self.shape, number)]
+
+    def cleared(self, slot: jax.Array) -> Any:
+        """The barrier at which the second consumer waits until the first one has cleared a slot of values.
+
+        Each slot of the ring has its own: the first consumer may be several short items ahead, but not with
+        the same slot, and a barrier that is two arrivals ahead of who waits looks as if nothing had arrived.
+        """
+        return self.scratch["by_one"].at[2 * len(BY_ONE) + _place(self.shape, slot)]
 
     def wait_loaded(self, slot: jax.Array) -> None:
-        plgpu.barrier_wait(self.scratch["loaded"].at[lax.rem(slot, jnp.int32(NUM_SLOTS))])
+        plgpu.barrier_wait(self.scratch["loaded"].at[_place(self.shape, slot)])
 
     def release(self, slot: jax.Array) -> None:
-        plgpu.barrier_arrive(self.scratch["used"].at[lax.rem(slot, jnp.int32(NUM_SLOTS))])
+        plgpu.barrier_arrive(self.scratch["used"].at[_place(self.shape, slot)])
 
     def queries_used(self) -> None:
         plgpu.barrier_arrive(_one(self.scratch, "queries_used", self.index))

@@ -1,5 +1,6 @@
 """What Pallas has no words for, in PTX: stores of some rows of registers, and counting arrivals of CTAs."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +14,14 @@ from jaxlib.mlir.dialects import arith, llvm
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 FLAT_VECTOR = 4
-"""Numbers that a thread holds side by side in a flat array."""
+"""Numbers that a thread holds side by side in a flat array, at most."""
+THREADS = 128
+"""Of a warpgroup."""
 
 
 def flat_layout(size: int) -> Any:
-    """Of a flat array, spread over a warpgroup."""
-    return plgpu.Layout.WG_STRIDED((size,), vec_size=FLAT_VECTOR)
+    """Of a flat array of a multiple of 128 numbers, spread over a warpgroup."""
+    return plgpu.Layout.WG_STRIDED((size,), vec_size=math.gcd(FLAT_VECTOR, size // THREADS))
 
 
 def store_rows(
@@ -83,14 +86,17 @@ def clear_rows(of: Any, transforms: tuple[Any, ...], first: jax.Array) -> None:
     """Zeros over the rows of a block in shared memory from `first` on, for any reader.
 
     Args:
-        of: [rows, columns] of 16 bits in tiles of 8 rows of 128 bytes; the swizzle stays within a row.
+        of: [rows, columns] of 16 bits in tiles of 8 rows of 32, 64 or 128 bytes; the swizzle stays within
+            a row of a tile.
         transforms: those of `of`.
         first: the first row to clear.
     """
     rows, columns = of.shape
+    tile_columns = transforms[0].tiling[1]
+    row_bits = (2 * tile_columns).bit_length() - 1  # of a place within a row of a tile, which has 8
 
     def clear(_: Any, of: Any, first: Any) -> None:
-        thread = arith.remui(mgpu_utils.thread_idx(), i32(128))
+        thread = arith.remui(mgpu_utils.thread_idx(), i32(THREADS))
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
             [mgpu_utils.memref_ptr(of), first.registers.item(), thread],
@@ -100,10 +106,10 @@ def clear_rows(of: Any, transforms: tuple[Any, ...], first: jax.Array) -> None:
                 mov.u32 zero, 0;
                 shl.b32 place, $2, 4;
             CLEAR_NEXT:
-                shr.u32 row, place, 10;
-                div.u32 row, row, {columns // 64};
+                shr.u32 row, place, {row_bits + 3};
+                div.u32 row, row, {columns // tile_columns};
                 shl.b32 row, row, 3;
-                bfe.u32 inner, place, 7, 3;
+                bfe.u32 inner, place, {row_bits}, 3;
                 add.u32 row, row, inner;
                 setp.ge.s32 in, row, $1;
                 add.u32 address, $0, place;
@@ -210,19 +216,21 @@ def _store(to: Any, line: Any, columns: int, column: Any, value: Any, stored: An
     )
     address = arith.addi(start, arith.muli(number, mgpu_utils.c(width, i64)))
     count = ir.VectorType(value.type).shape[0] if isinstance(value.type, ir.VectorType) else 1
-    words = count * width // 4
-    word = ir.IntegerType.get_signless(32)
+    bits = 8 * count * width
+    word = ir.IntegerType.get_signless(min(bits, 32))
+    words = max(bits // 32, 1)
     if words == 1:
         parts = [llvm.bitcast(word, value)]
     else:
         whole = llvm.bitcast(ir.VectorType.get((words,), word), value)
         parts = [llvm.extractelement(whole, i32(i)) for i in range(words)]
-    vector = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[words]
+    vector = {16: "b16", 32: "b32", 64: "v2.b32", 128: "v4.b32"}[bits]
+    register = "h" if bits == 16 else "r"
     names = ", ".join(f"${i + 2}" for i in range(words))
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"),
         [address, stored, *parts],
         f"@$1 st.global.{vector} [$0], " + (names if words == 1 else "{" + names + "}") + ";",
-        "l,b," + ",".join(["r"] * words) + ",~{memory}",
+        "l,b," + ",".join([register] * words) + ",~{memory}",
         has_side_effects=True,
     )

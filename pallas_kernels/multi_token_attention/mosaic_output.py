@@ -95,13 +95,17 @@ class Outputs:
         return arith.addi(first, number), stored
 
     def merge(self, item: Any) -> None:
-        """Each token of an item: its parts weighted by their share of the total."""
-        width = self.shape.stride * self.shape.head_dim
+        """Each token of an item, some rows at a time: its parts weighted by their share of the total."""
+        rows = self.shape.merged_rows
+        pieces, width = jnp.int32(self.shape.stride // rows), rows * self.shape.head_dim
         steps = lax.div(item.parts + PARTS_AT_ONCE - 1, jnp.int32(PARTS_AT_ONCE))
         layout = flat_layout(width)
 
-        @pl.loop(0, item.stop)
-        def _token(i: jax.Array) -> None:
+        def line_of(row: Any, token: Any, head: Any, first_row: Any) -> tuple[Any, Any]:
+            return self.line_of(arith.addi(row, first_row), token, head)
+
+        @pl.loop(0, item.stop * pieces)
+        def _piece(i: jax.Array) -> None:
             def load(of: Any, part: jax.Array) -> jax.Array:
                 place = item.first_part + jnp.minimum(part, item.parts - 1)
                 return plgpu.load(of.at[place, pl.ds(i * width, width)], layout=layout)
@@ -124,7 +128,8 @@ class Outputs:
             never = plgpu.layout_cast(jnp.full((width,), NEVER, jnp.float32), layout)
             output, _, total = lax.fori_loop(0, steps, add, (zero, never, zero))
             output = (output / total).astype(self.shape.dtype)
-            store_flat(self.out, output, self.shape.head_dim, self.line_of, item.token + i, item.head)
+            token, first_row = item.token + lax.div(i, pieces), lax.rem(i, pieces) * rows
+            store_flat(self.out, output, self.shape.head_dim, line_of, token, item.head, first_row)
 
 
 def merge_interpreted(

@@ -57,6 +57,16 @@ CASES = [
     ((16, 1), 128, 32, np.float16),
     ((11, 1), 128, 32, np.float16),
     ((64, 8), 64, 32, ml_dtypes.bfloat16),
+    ((32, 32), 80, 32, ml_dtypes.bfloat16),
+    ((16, 1), 80, 16, np.float16),
+    ((9, 3), 80, 128, ml_dtypes.bfloat16),
+    ((32, 32), 96, 32, ml_dtypes.bfloat16),
+    ((24, 8), 96, 64, np.float16),
+    ((11, 1), 96, 16, ml_dtypes.bfloat16),
+    ((16, 8), 256, 32, ml_dtypes.bfloat16),
+    ((16, 16), 256, 128, np.float16),
+    ((28, 4), 256, 64, ml_dtypes.bfloat16),
+    ((11, 1), 256, 16, np.float16),
 ]
 
 

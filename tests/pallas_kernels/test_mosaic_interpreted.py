@@ -64,17 +64,21 @@ def run(q, pool, attention_plan, soft_cap=None, window=None):
 
 
 @pytest.mark.parametrize(
-    ("lens", "heads", "soft_cap", "window"),
+    ("lens", "heads", "soft_cap", "window", "sizes"),
     [
-        ([(1, 900), (1, 40), (3, 129)], (4, 1), None, None),  # decode, cut and merged
-        ([(70, 200), (1, 500), (130, 130)], (4, 2), None, None),  # mixed, rows off the alignment
-        ([(70, 200), (90, 128)], (3, 3), 5.0, None),  # an odd group
-        ([(70, 500), (1, 900), (3, 700)], (4, 2), None, 150),  # parts before the window
-        ([(100, 300), (1, 40)], (3, 3), None, 7),
+        ([(1, 900), (1, 40), (3, 129)], (4, 1), None, None, {}),  # decode, cut and merged
+        ([(70, 200), (1, 500), (130, 130)], (4, 2), None, None, {}),  # mixed, rows off the alignment
+        ([(70, 200), (90, 128)], (3, 3), 5.0, None, {}),  # an odd group
+        ([(70, 500), (1, 900), (3, 700)], (4, 2), None, 150, {}),  # parts before the window
+        ([(100, 300), (1, 40)], (3, 3), None, 7, {}),
+        ([(70, 200), (1, 500), (3, 300)], (4, 2), None, None, {"head_dim": 80}),
+        ([(70, 200), (1, 500), (3, 300)], (3, 3), None, None, {"head_dim": 96, "page_size": 16}),
+        ([(70, 200), (1, 500), (3, 300)], (4, 2), None, None, {"head_dim": 256}),
+        ([(70, 200), (1, 450), (3, 300)], (3, 3), None, 100, {"head_dim": 256, "page_size": 128}),
     ],
 )
-def test_matches_reference_without_races(lens, heads, soft_cap, window, capsys):
-    q, pool, attention_plan = batch(lens, heads=heads[0], kv_heads=heads[1])
+def test_matches_reference_without_races(lens, heads, soft_cap, window, sizes, capsys):
+    q, pool, attention_plan = batch(lens, heads=heads[0], kv_heads=heads[1], **sizes)
     got = np.asarray(run(q, pool, attention_plan, soft_cap, window), np.float32)
     want = reference_attention(
         q.astype(np.float32),
