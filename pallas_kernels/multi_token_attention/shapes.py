@@ -33,12 +33,14 @@ class Shape:
         return 4 * pairs * self.num_heads * self.head_dim
 
 
-def _decode(batch: int, context: int, num_heads: int, num_kv_heads: int) -> Shape:
-    return Shape(rows=((1, context),) * batch, num_heads=num_heads, num_kv_heads=num_kv_heads)
+def _decode(batch: int, context: int, num_heads: int, num_kv_heads: int, head_dim: int = 128) -> Shape:
+    return _extend(batch, 1, context - 1, num_heads, num_kv_heads, head_dim)
 
 
-def _extend(batch: int, new: int, past: int, num_heads: int, num_kv_heads: int) -> Shape:
-    return Shape(rows=((new, past + new),) * batch, num_heads=num_heads, num_kv_heads=num_kv_heads)
+def _extend(batch: int, new: int, past: int, num_heads: int, num_kv_heads: int, head_dim: int = 128) -> Shape:
+    return Shape(
+        rows=((new, past + new),) * batch, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
 
 
 DECODE = {
@@ -50,12 +52,17 @@ DECODE = {
     "decode_16x1024_h40kv10": _decode(16, 1024, 40, 10),
     "decode_64x1024_h40kv10": _decode(64, 1024, 40, 10),
     "decode_128x1024_h40kv10": _decode(128, 1024, 40, 10),
+    "decode_64x1024_h32kv32_d80": _decode(64, 1024, 32, 32, 80),
+    "decode_64x1024_h16kv8_d256": _decode(64, 1024, 16, 8, 256),
 }
 PREFILL = {
     "prefill_4x4096_h32kv8": _extend(4, 4096, 0, 32, 8),
     "prefill_1x8192_h40kv10": _extend(1, 8192, 0, 40, 10),
     "prefill_1x16384_h40kv10": _extend(1, 16384, 0, 40, 10),
     "prefill_16x1024_h40kv10": _extend(16, 1024, 0, 40, 10),
+    "prefill_4x1024_h32kv32_d80": _extend(4, 1024, 0, 32, 32, 80),
+    "prefill_4x1024_h32kv32_d96": _extend(4, 1024, 0, 32, 32, 96),
+    "prefill_4x1024_h16kv8_d256": _extend(4, 1024, 0, 16, 8, 256),
     "history_8x256_over_8192_h40kv10": _extend(8, 256, 8192, 40, 10),
 }
 MIXED = {
@@ -73,5 +80,5 @@ PAPER = {
 }
 """After the paper's figure 12: a batch of 32 requests, each with a few new tokens over its own context."""
 SHAPES = DECODE | PREFILL | MIXED
-"""Name -> shape. The head counts are those of Llama-3-8B (32, 8), Llama-2-13B with 10 KV heads (40, 10) and
-OPT-13B (40, 40)."""
+"""Name -> shape. The heads are those of Llama-3-8B (32, 8), Llama-2-13B with 10 KV heads (40, 10), OPT-13B
+(40, 40), OPT-2.7B (32 of 80), Phi-3-mini (32 of 96) and Gemma-2-9B (16, 8, of 256)."""

@@ -25,6 +25,18 @@ OTHERS = {
     "page_16": (Shape(rows=((1, 700), (100, 900)), num_heads=16, num_kv_heads=1, page_size=16), "bfloat16"),
     "page_64": (Shape(rows=((1, 700), (100, 900)), num_heads=8, num_kv_heads=8, page_size=64), "float16"),
     "page_128": (Shape(rows=((1, 700), (100, 900)), num_heads=28, num_kv_heads=4, page_size=128), "bfloat16"),
+    "d80_page_16": (
+        Shape(rows=((1, 700), (100, 900)), num_heads=16, num_kv_heads=1, head_dim=80, page_size=16),
+        "float16",
+    ),
+    "d96_page_64": (
+        Shape(rows=((1, 700), (100, 900)), num_heads=9, num_kv_heads=3, head_dim=96, page_size=64),
+        "float16",
+    ),
+    "d256_page_128": (
+        Shape(rows=((1, 700), (100, 900)), num_heads=16, num_kv_heads=1, head_dim=256, page_size=128),
+        "float16",
+    ),
 }
 
 

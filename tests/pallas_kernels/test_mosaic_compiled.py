@@ -5,16 +5,31 @@ import pytest
 from pallas_kernels.multi_token_attention.shapes import SHAPES
 from tests.programs import lines_of
 
-CASES = [*SHAPES, "d64_odd_group", "page_16", "page_64", "page_128"]
+CASES = [
+    *SHAPES,
+    "d64_odd_group",
+    "page_16",
+    "page_64",
+    "page_128",
+    "d80_page_16",
+    "d96_page_64",
+    "d256_page_128",
+]
 COMMON = [
     "decode_64x4096_h32kv8",
     "prefill_1x16384_h40kv10",
     "mixed_60x2048_4x512_over_4096_h40kv10",
     "d64_odd_group",
+    "decode_64x1024_h32kv32_d80",
+    "prefill_4x1024_h32kv32_d96",
+    "prefill_4x1024_h16kv8_d256",
 ]
 """The others differ in sizes; they are compiled among the slow tests."""
-SPILLED_BYTES = 256
-"""Addresses of barriers and the like, kept in local memory outside the loops over keys."""
+SPILLED_BYTES, SPILLED_BYTES_D256 = 256, 896
+"""Addresses of barriers and the like, kept in local memory outside the loops over keys; at head size 256
+descriptors of operands, too, which the loops read."""
+TEMP_BYTES, TEMP_BYTES_D256 = 20e6, 40e6
+"""The parts, and not a copy of the pool besides."""
 
 
 @pytest.mark.parametrize(
@@ -23,8 +38,11 @@ SPILLED_BYTES = 256
 def test_compiles_within_the_limits(cases, compilers):
     results = lines_of("pallas_kernels/compile_for_h200", compilers, *cases)
     assert list(results) == cases
-    for result in results.values():
+    for name, result in results.items():
+        most_spilled, most_temp = SPILLED_BYTES, TEMP_BYTES
+        if "d256" in name:
+            most_spilled, most_temp = SPILLED_BYTES_D256, TEMP_BYTES_D256
         # Shared memory over the limit would have been refused.
-        assert len(result["spilled_bytes"]) == 1 and max(result["spilled_bytes"]) <= SPILLED_BYTES, result
+        assert len(result["spilled_bytes"]) == 1 and max(result["spilled_bytes"]) <= most_spilled, result
         assert not result["serialized"], result
-        assert result["temp_bytes"] < 20e6, result  # the parts; every pool but the smallest is larger
+        assert result["temp_bytes"] < most_temp, result
