@@ -1,12 +1,15 @@
 """Whatever happens to the cache, greedy answers equal those of a fresh computation."""
 
+import itertools
 import random
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from host_cache.transfer import PageMover
+from host_cache.config import TransferFaults
+from host_cache.transfer import FaultyMover, PageMover
 from pensieve_jax.config import EngineConfig, TierConfig
 from pensieve_jax.core.types import FinishReason, SamplingParams
 from pensieve_jax.engine import Engine
@@ -50,7 +53,8 @@ class Driver:
             paranoid=True,
             **settings,
         )
-        self.engine = Engine(model, config=config)
+        ticks = itertools.count(step=0.001)  # who leaves first doesn't hang on how busy the machine is
+        self.engine = Engine(model, config=config, clock=ticks.__next__)
         self.log = {}  # conversation id -> list of turns, each a list of token ids
         self.pending = {}  # turn -> tokens given
         self.stops = {}  # turn -> token ids that end it
@@ -63,12 +67,15 @@ class Driver:
         busy = {turn.conversation_id for turn in self.pending}
         return sorted(c for c in self.log if c not in busy)
 
+    def new_id(self, rng):
+        return f"c{len(self.log)}-{rng.random()}"
+
     def submit(self, rng):
         idle = self.idle()
         if idle and rng.random() < 0.7:
             conversation = rng.choice(idle)
         else:
-            conversation = self.engine.conversation(f"c{len(self.log)}-{rng.random()}").id
+            conversation = self.engine.conversation(self.new_id(rng)).id
             self.log[conversation] = []
         room = self.limit - len(self.tokens(conversation))
         if room < 4:
@@ -116,7 +123,7 @@ class Driver:
         if self.log:
             source = rng.choice(sorted(self.log))
             turns = rng.randint(0, len(self.log[source]))
-            new = self.engine.fork(source, num_turns=turns).id
+            new = self.engine.fork(source, self.new_id(rng), num_turns=turns).id
             self.log[new] = [list(turn) for turn in self.log[source][:turns]]
             self.forks += 1
 
@@ -168,10 +175,45 @@ class Driver:
                     self.step(rng.randint(1, 12))
                 case "settle":
                     self.engine.settle()
+                    self.collect()  # it may have ended turns
                 case name:
                     getattr(self, name)(rng)
             self.engine.check_integrity()
         self.drain()
+
+
+class Drivers:
+    """One engine per pool for all drawn cases, so that each shape compiles once. After a failure a new one:
+    the driver doesn't know what the old one's conversations hold."""
+
+    def __init__(self, model, **settings):
+        self.model, self.settings, self.made = model, settings, {}
+
+    @contextmanager
+    def get(self, pool, run_ahead):
+        driver = self.made.pop((pool, run_ahead), None)
+        driver = driver or Driver(self.model, pool, run_ahead=run_ahead, **self.settings)
+        yield driver
+        driver.clear()
+        self.made[pool, run_ahead] = driver
+
+    def close(self):
+        for driver in self.made.values():
+            driver.engine.close()
+
+
+class PromptMover(PageMover):
+    """Its copies to the host have ended whenever somebody asks."""
+
+    def ended(self, *, wait):
+        return super().ended(wait=True)
+
+
+def draw_lateness(engine):
+    """Copies to the host come late as a seed says, and not as the machine is busy."""
+    worker = engine._turns.parts.worker
+    prompt = PromptMover(worker._mover.pool, worker._mover._device, worker._mover.checksums)
+    worker._mover = FaultyMover(prompt, TransferFaults(fail=0, delay=0.3, reorder=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -181,17 +223,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def drivers(model):
-    """One engine per pool for all drawn cases, so that each shape compiles once."""
-    made = {}
-
-    def get(pool, run_ahead):
-        if (pool, run_ahead) not in made:
-            made[pool, run_ahead] = Driver(model, pool, run_ahead=run_ahead)
-        return made[pool, run_ahead]
-
-    yield get
-    for driver in made.values():
-        driver.engine.close()
+    made = Drivers(model)
+    yield made
+    made.close()
 
 
 @settings(max_examples=25, deadline=None)
@@ -202,9 +236,8 @@ def drivers(model):
     length=st.integers(5, 40),
 )
 def test_drawn_operations(drivers, pool, run_ahead, seed, length):
-    driver = drivers(pool, run_ahead)
-    driver.play(random.Random(seed), length)
-    driver.clear()
+    with drivers.get(pool, run_ahead) as driver:
+        driver.play(random.Random(seed), length)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +246,7 @@ def test_drawn_operations(drivers, pool, run_ahead, seed, length):
 def test_every_path_was_taken(model, policy, run_ahead):
     """A long run under pressure, and the proof that it met what it is meant to test."""
     driver = Driver(model, "tight-host", policy, run_ahead=run_ahead)
+    draw_lateness(driver.engine)
     driver.play(random.Random(7), 250)
     counters = driver.engine.counters
     assert counters.tokens_from_device > 0
