@@ -91,7 +91,8 @@ class EngineConfig:
     """A turn's attention is the same bits whatever else runs beside it. Slower."""
     compilation_cache: Path | None = field(default_factory=default_compilation_cache)
     """Folder that keeps compiled programs for the next start; None: none. If JAX was told a folder already
-    (`jax_compilation_cache_dir`), it keeps that."""
+    (`jax_compilation_cache_dir`), it is that one. Loading a program runs what is in it: let nobody else write
+    there."""
     log_path: Path | None = None
     """SQLite file that holds the conversations. None: they are lost with the process."""
     profile_path: Path | None = None

@@ -18,3 +18,10 @@ def processor() -> str:
     info = Path("/proc/cpuinfo")
     names = [t for t in info.read_text().splitlines() if t.startswith("model name")] if info.exists() else []
     return names[0].split(":", 1)[1].strip() if names else platform.processor()
+
+
+def processor_features() -> str:
+    """What this machine's processor can do, as far as the system says."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -158,9 +158,7 @@ class StepBench:
             for rows in [*self._split(case)[:1], *self._mixed_rows(case)]:
                 batch = self._arrays(rows)[0]
                 shapes[str(jax.tree.map(jnp.shape, batch))] = batch
-        yield from compile_together(
-            [partial(self.runner.lower, batch, layered=False) for batch in shapes.values()]
-        )
+        yield from compile_together([self.runner.calls(batch, layered=False) for batch in shapes.values()])
 
     def measure(self, case: Case) -> StepTime:
         """Time one of `cases`."""

@@ -89,11 +89,19 @@ def open_checkpoint(
     )
 
 
-def keep_programs(folder: Path | None) -> None:
-    """Let JAX keep compiled programs in a folder, unless it was told one already."""
-    if folder is not None and not jax.config.jax_compilation_cache_dir:
+def keep_programs(folder: Path | None) -> Path | None:
+    """Let JAX keep compiled programs in a folder, unless it was told one already.
+
+    Returns:
+        the folder for whole programs, below JAX's; None: keep none.
+    """
+    if folder is None:
+        return None
+    told = jax.config.jax_compilation_cache_dir
+    if not told:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_FROM_S)
+    return (folder if not told or "://" in told else Path(told)) / "programs"
 
 
 def build_parts(
@@ -109,7 +117,7 @@ def build_parts(
         InvalidArgumentError: the model doesn't divide over the shards, a size is out of range, or the host
             can't give the memory of its tier.
     """
-    keep_programs(config.compilation_cache)
+    programs = keep_programs(config.compilation_cache)
     mesh = make_mesh(num_shards)
     spec = model.spec
     shape = shape_of(model, num_shards, kv_dtype=config.tiers.kv_dtype)
@@ -119,7 +127,7 @@ def build_parts(
     workspace = None
     if config.tiers.device_pages is None and first.platform != "cpu":
         shapes = batch_shapes(spec, config, num_shards, MEASURED_PAGES)
-        workspace = workspace_bytes(model, shapes=shapes, mesh=mesh)
+        workspace = workspace_bytes(model, shapes=shapes, mesh=mesh, programs=programs)
     cache_config = tier_sizes(spec, config.tiers, first, num_shards, workspace_bytes=workspace)
     page_tokens = cache_config.page_tokens
     cost = recompute_cost(profile, shape, page_tokens=page_tokens, max_context_tokens=spec.max_context_tokens)
@@ -136,6 +144,7 @@ def build_parts(
             check_host_memory=config.tiers.check_host_memory,
             checksums=config.paranoid,
             transfer_faults=config.transfer_faults,
+            programs=programs,
             progress=host_progress,
         )
     except TransferError as error:

@@ -19,8 +19,8 @@ def warm_up(
 ) -> None:
     """Compile the steps of all padded shapes, and the copies between the tiers.
 
-    Leaves nothing in the cache or in the log. With the persistent compilation cache a second start reads
-    the programs instead.
+    Leaves nothing in the cache or in the log. With `EngineConfig.compilation_cache` a second
+    start reads the programs instead, and traces none unless the model's code is outside `pensieve_jax`.
 
     Args:
         engine: turns may be under way; they wait.

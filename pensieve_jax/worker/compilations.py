@@ -2,11 +2,12 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import jax
 import jax.monitoring
+
+from pensieve_jax.worker.programs import Call
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """JAX reports it for every program, read from the persistent cache or not."""
@@ -16,25 +17,28 @@ MOST_AT_ONCE = 8
 """Programs compiled at once at most: each takes host memory."""
 
 
-def compile_together(traces: Iterable[Callable[[], Sequence[jax.stages.Lowered]]]) -> Iterator[None]:
-    """Compile programs, as many at once as the host has cores, while the next ones are traced.
+def compile_together(steps: Iterable[Sequence[Call]]) -> Iterator[None]:
+    """Make programs ready, as many at once as the host has cores: from the store, or compiled while the next
+    ones are traced.
 
-    A call of the jitted function that a program was lowered from, with arguments alike, finds it compiled.
+    A call of a program with arguments alike finds it ready.
 
     Args:
-        traces: each traces programs; called one after the other in this thread, for Python gains nothing
-            by several.
+        steps: the programs of each; traced one after the other in this thread, for Python gains nothing by
+            several.
 
     Yields:
-        once for each of `traces`, as soon as its programs and those before it are compiled.
+        once for each of `steps`, as soon as its programs and those before it are ready.
 
     Raises:
         Exception: whatever tracing or compiling raised; compilations under way are waited for.
     """
     with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1), "compile") as pool:
+        found = [[(call, pool.submit(call.load)) for call in calls] for calls in steps]
         waiting: deque[list[Future]] = deque()
-        for trace in traces:
-            waiting.append([pool.submit(program.compile) for program in trace()])
+        for calls in found:
+            missing = [call for call, stored in calls if not stored.result()]
+            waiting.append([pool.submit(call.finish, call.lower()) for call in missing])
             while waiting and all(future.done() for future in waiting[0]):
                 _results(waiting.popleft())
                 yield

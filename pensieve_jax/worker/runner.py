@@ -1,7 +1,10 @@
 """Runs a model over a padded batch, layer by layer or whole, and owns the device pool."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +20,8 @@ from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.parallel import check_head_sharding
 from pensieve_jax.worker.batch import BatchArrays
 from pensieve_jax.worker.kv_pages import no_number, num_bytes, page_of
+from pensieve_jax.worker.program_store import ProgramStore, open_store
+from pensieve_jax.worker.programs import Call, Program, signature
 from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, sample
 from pensieve_jax.worker.step_functions import KV_SPEC, StepFunctions, split_model
 
@@ -46,10 +51,12 @@ class StepMemory:
     """Of arguments whose memory the results take over. The pools are among them, or they would be copied."""
 
 
-def by_tokens(function: Callable, **options: Any) -> Callable[[BatchArrays], Any]:
-    """A function jitted for steps of few tokens, and for those of many; the result picks by a batch."""
-    few = jax.jit(function, **options)
-    many = jax.jit(function, compiler_options=LIBRARY_PRODUCTS, **options)
+def by_tokens(
+    name: str, function: Callable, store: ProgramStore | None, **options: Any
+) -> Callable[[BatchArrays], Program]:
+    """A program for steps of few tokens, and one for those of many; the result picks by a batch."""
+    few = Program(name, function, store, **options)
+    many = Program(f"{name}-many", function, store, compiler_options=LIBRARY_PRODUCTS, **options)
     return lambda batch: many if batch.num_tokens >= MANY_TOKENS else few
 
 
@@ -68,6 +75,7 @@ class ModelRunner:
         page_tokens: int,
         mesh: Mesh,
         kv_dtype: KvDtype | None = None,
+        programs: Path | None = None,
     ) -> None:
         """Take the model's weights and allocate the device pool.
 
@@ -77,6 +85,7 @@ class ModelRunner:
             page_tokens: tokens of a page.
             mesh: one axis, `TENSOR_AXIS`.
             kv_dtype: how keys and values are kept; None: in the model's dtype.
+            programs: folder of compiled programs; None: keep none.
 
         Raises:
             InvalidArgumentError: the model doesn't divide over the mesh.
@@ -94,20 +103,30 @@ class ModelRunner:
         functions = self._functions = StepFunctions(self.spec, self._parts, mesh)
         self._weights = functions.place(weights)
         self.reset_pool()
-        self._embed = jax.jit(functions.embed)
-        self._layer = by_tokens(functions.layer, static_argnames="kind", donate_argnames="kv")
-        self._head = jax.jit(functions.head)
-        self._whole = by_tokens(functions.whole, donate_argnames="pools")
+        store = self._store = open_store(programs, self.spec, functions)
+        self._embed = Program("embed", functions.embed, store, fixed=1)
+        self._layers = [
+            by_tokens(f"layer{kind}", partial(functions.layer, kind), store, fixed=3, donate=(2,))
+            for kind in range(len(functions.kinds))
+        ]
+        self._head = Program("head", functions.head, store, fixed=2)
+        self._whole = by_tokens("whole", functions.whole, store, fixed=2, donate=(1,))
         # Apart from the layers: another way of choosing tokens compiles this alone.
-        self._sample = jax.jit(sample)
-        self._scatter = jax.jit(functions.scatter, donate_argnames="kv")
-        self._gather = jax.jit(
+        self._sample = Program("sample", sample, store)
+        self._scatter = Program("scatter", functions.scatter, store, fixed=2, donate=(0,))
+        self._gather = Program(
+            "gather",
             lambda pools, pages: jnp.stack([gather_pages(pool, pages) for pool in pools]),
+            store,
+            fixed=1,
             out_shardings=NamedSharding(mesh, P(None, *KV_SPEC)),
         )
-        self._copy = jax.jit(
+        self._copy = Program(
+            "copy",
             lambda pools, source, target: [pool.at[target].set(pool[source]) for pool in pools],
-            donate_argnums=0,
+            store,
+            fixed=1,
+            donate=(0,),
         )
         self._read = jax.jit(functions.read, static_argnames="num_host_pages", donate_argnames="pools")
         self._fill = jax.jit(
@@ -143,7 +162,8 @@ class ModelRunner:
         shape = (num_pages, *self.page.shape)
         pool = jax.ShapeDtypeStruct(shape, self.page.dtype, sharding=self.kv_sharding)
         pools = [pool] * self.spec.num_layers
-        account = self._whole(batch).lower(self._weights, pools, batch).compile().memory_analysis()
+        with self.filling():
+            account = self._whole(batch).compiled(self._weights, pools, batch).memory_analysis()
         assert account is not None, "CPU and GPU give one"
         pool_bytes = num_pages * num_bytes(self.page) // self.mesh.size
         return StepMemory(
@@ -154,8 +174,12 @@ class ModelRunner:
             in_place_bytes=account.alias_size_in_bytes,
         )
 
-    def lower(self, batch: BatchArrays, *, layered: bool) -> list[jax.stages.Lowered]:
-        """The programs of a step, traced. Once they are compiled, steps of this shape find them so.
+    def filling(self) -> AbstractContextManager[None]:
+        """While it lasts, programs that aren't ready are taken from their folder, or compiled into it."""
+        return nullcontext() if self._store is None else self._store.fill()
+
+    def calls(self, batch: BatchArrays, *, layered: bool) -> list[Call]:
+        """The programs of a step, without those that choose tokens.
 
         Args:
             batch: of the shape.
@@ -163,14 +187,14 @@ class ModelRunner:
         """
         weights = self._weights
         if not layered:
-            return [self._whole(batch).lower(weights, self._pools, batch)]
+            return [Call(self._whole(batch), (weights, self._pools, batch))]
         x = self._embed(weights[0], batch)
         return [
             *(
-                self._layer(batch).lower(kind, weights[layer + 1], x, self._pools[layer], batch)
+                Call(self._layers[kind](batch), (weights[layer + 1], x, self._pools[layer], batch))
                 for layer, kind in self._first_of_kind()
             ),
-            self._head.lower(weights[-1], x, batch),
+            Call(self._head, (weights[-1], x, batch)),
         ]
 
     def run_resident(self, batch: BatchArrays, sampling: SamplingArrays) -> SampleOutput:
@@ -192,8 +216,9 @@ class ModelRunner:
         Returns:
             the chosen tokens, without waiting for them.
         """
-        weights, kinds = self._weights, self._functions.kind_of
-        x, run_layer = self._embed(weights[0], batch), self._layer(batch)
+        weights, varying = self._weights, signature((batch,))
+        layers = [program_of(batch).at(varying) for program_of in self._layers]
+        x = self._embed.at(varying)(weights[0], batch)
         staged: list[jax.Array | None] = []
         for layer in range(self.spec.num_layers):
             while stage_in is not None and len(staged) <= min(layer + LOOK_AHEAD, self.spec.num_layers - 1):
@@ -201,10 +226,9 @@ class ModelRunner:
             if staged:
                 self.scatter(layer, staged[layer], pages)
                 staged[layer] = None  # its memory is free once the pages are in the pool
-            x, self._pools[layer] = run_layer(
-                kinds[layer + 1], weights[layer + 1], x, self._pools[layer], batch
-            )
-        logits = self._head(weights[-1], x, batch)
+            run = layers[self._functions.kind_of[layer + 1]]
+            x, self._pools[layer] = run(weights[layer + 1], x, self._pools[layer], batch)
+        logits = self._head.at(varying)(weights[-1], x, batch)
         return self._sample(logits, sampling)
 
     def load(self, stage_in: StageIn, pages: np.ndarray) -> None:

@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import jax
@@ -42,6 +42,7 @@ from pensieve_jax.worker.batch import (
 )
 from pensieve_jax.worker.compilations import compile_together
 from pensieve_jax.worker.host_pool import host_pool
+from pensieve_jax.worker.programs import Call
 from pensieve_jax.worker.runner import ModelRunner
 from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, to_sampled_tokens
 from pensieve_jax.worker.step_functions import KV_SPEC
@@ -265,22 +266,23 @@ class Worker:
                 progress(done, total)
 
         report(0)
-        for _ in compile_together([partial(self._lower, batch) for batch in batches]):
+        with self._runner.filling():
+            for _ in compile_together([self._calls(batch) for batch in batches]):
+                report(1)
+            first_prefill = len(decode_sizes)  # as many tokens are chosen, whatever the size
+            for i, batch in enumerate(batches):
+                self._run_blank(batch, choices if i <= first_prefill else choices[:1])
+            self.copy_page(0, 0)
             report(1)
-        first_prefill = len(decode_sizes)  # as many tokens are chosen, whatever the size
-        for i, batch in enumerate(batches):
-            self._run_blank(batch, choices if i <= first_prefill else choices[:1])
-        self.copy_page(0, 0)
-        report(1)
-        if self._most_read:
+            for size in copies:
+                self._compile_copies(size)
+                report(1)
+        if self._most_read:  # outside, for JAX's own cache keeps it: it depends on the host's memory
             self._read(np.zeros(1, np.int64), self._pad_pages([self._shapes.num_pages]))
-        for size in copies:
-            self._compile_copies(size)
-            report(1)
 
-    def _lower(self, batch: BatchArrays) -> list[jax.stages.Lowered]:
+    def _calls(self, batch: BatchArrays) -> list[Call]:
         ways = [self._layered] if self._mover is None or self._layered else [False, True]
-        return [program for layered in ways for program in self._runner.lower(batch, layered=layered)]
+        return [call for layered in ways for call in self._runner.calls(batch, layered=layered)]
 
     def _run_blank(self, batch: BatchArrays, choices: Sequence[SampleRequest]) -> None:
         nowhere = self._pad_pages(())
@@ -375,16 +377,24 @@ class Worker:
         return array
 
 
-def workspace_bytes(model: ServableModel, *, shapes: BatchShapes, mesh: Mesh) -> int:
+def workspace_bytes(
+    model: ServableModel, *, shapes: BatchShapes, mesh: Mesh, programs: Path | None = None
+) -> int:
     """Device memory that the largest step takes beside weights and pool, by the compiler's account.
 
     Args:
         model: its weights are where steps want them.
         shapes: limits of a batch.
         mesh: the devices to spread over.
+        programs: folder of compiled programs; None: keep none.
     """
     runner = ModelRunner(
-        model, num_pages=0, page_tokens=shapes.page_tokens, mesh=mesh, kv_dtype=shapes.kv_dtype
+        model,
+        num_pages=0,
+        page_tokens=shapes.page_tokens,
+        mesh=mesh,
+        kv_dtype=shapes.kv_dtype,
+        programs=programs,
     )
     nothing = PreviousSamples(token_ids=np.zeros(shapes.max_samples, np.int32), places={})
     largest = blank(shapes.prefill_sizes[-1], shapes, nothing, decode=False)
@@ -401,6 +411,7 @@ def build_worker(
     check_host_memory: bool,
     checksums: bool,
     transfer_faults: TransferFaults | None,
+    programs: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Worker:
     """Allocate both tiers' memory and build the worker that owns it.
@@ -414,6 +425,7 @@ def build_worker(
         check_host_memory: refuse a host tier larger than the memory that is available.
         checksums: keep a checksum of every host page and load none whose bytes have changed.
         transfer_faults: make copies between the tiers go wrong; None: don't.
+        programs: folder of compiled programs; None: keep none.
         progress: called with (bytes of host memory done, bytes in all).
 
     Raises:
@@ -427,6 +439,7 @@ def build_worker(
             page_tokens=shapes.page_tokens,
             mesh=mesh,
             kv_dtype=shapes.kv_dtype,
+            programs=programs,
         )
     except jax.errors.JaxRuntimeError as error:
         raise InvalidArgumentError(

@@ -34,7 +34,7 @@ def config(
     kv_dtype=None,
     **rest,
 ):
-    rest = {"background": False, "paranoid": True, **rest}
+    rest = {"background": False, "paranoid": True, "compilation_cache": None, **rest}
     return EngineConfig(
         tiers=TierConfig(
             device_pages=device_pages,

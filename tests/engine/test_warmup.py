@@ -1,6 +1,7 @@
 """Nothing is compiled while turns are served, once the engine has compiled ahead."""
 
 import random
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -94,13 +95,15 @@ def test_conversations_outlast_it():
 def test_programs_are_kept_where_the_user_wants_them(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     assert before, "the tests keep theirs"
-    keep_programs(tmp_path)
+    assert keep_programs(tmp_path) == Path(before) / "programs"
     assert jax.config.jax_compilation_cache_dir == before
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        keep_programs(None)
+        assert keep_programs(None) is None
         assert jax.config.jax_compilation_cache_dir is None
-        keep_programs(tmp_path)
+        assert keep_programs(tmp_path) == tmp_path / "programs"
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+        jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
+        assert keep_programs(tmp_path) == tmp_path / "programs"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -91,7 +91,7 @@ def main() -> None:
             PreviousSamples(token_ids=np.zeros(shapes.max_samples, np.int32), places={}),
         )
         placed = jax.tree.map(lambda x, step=step: step.placed(x, P()), batch)
-        whole = by_tokens(step.functions.whole, donate_argnames="pools")
+        whole = by_tokens("whole", step.functions.whole, None, donate=(1,))
         compiled = whole(batch).lower(step.weights, step.pools, placed).compile()
         memory, text = compiled.memory_analysis(), compiled.as_text()
         entry = text[text.index("ENTRY") :]
