@@ -1,7 +1,9 @@
 """What runs here: versions of packages, the processor."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 
@@ -11,6 +13,13 @@ def package_version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+@cache
+def package_versions(beginnings: tuple[str, ...]) -> Mapping[str, str]:
+    """The versions of the installed packages whose names begin with one of these."""
+    found = {package.name.lower(): package.version for package in distributions()}
+    return {name: found[name] for name in sorted(found) if name.startswith(beginnings)}
 
 
 def processor() -> str:

@@ -16,8 +16,10 @@ from pensieve_jax.bench.presets import PRESETS, find_preset
 from pensieve_jax.bench.report import ceilings_line, records, results_table, trace_table
 from pensieve_jax.bench.step import StepBench
 from pensieve_jax.bench.trace import record_trace
+from pensieve_jax.config import default_compilation_cache
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.model_shape import KV_DTYPES, check_kv_dtype
+from pensieve_jax.engine.build import keep_programs
 from pensieve_jax.records import gpu, replace_records
 
 
@@ -66,7 +68,14 @@ def bench_step(
                 errors.print(f"{time.perf_counter() - begin:6.1f} s: {text}", highlight=False)
 
         say("making the model")
-        bench = StepBench(preset, cases, num_shards=num_shards, step_tokens=step_tokens, kv_dtype=kv)
+        bench = StepBench(
+            preset,
+            cases,
+            num_shards=num_shards,
+            step_tokens=step_tokens,
+            kv_dtype=kv,
+            programs=keep_programs(default_compilation_cache()),
+        )
         try:
             chosen = [] if trace is None else _among(bench.cases, "traced", traced)
             seen = {case: trace / case.name for case in chosen if trace is not None}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,7 @@ class StepBench:
         num_shards: int,
         step_tokens: int,
         kv_dtype: KvDtype | None = None,
+        programs: Path | None = None,
     ) -> None:
         """Measure the ceilings, make the model and both pools.
 
@@ -105,6 +107,7 @@ class StepBench:
             num_shards: devices to spread over.
             step_tokens: query tokens of a step at most; longer cases run in several.
             kv_dtype: how keys and values are kept; None: in the model's dtype.
+            programs: folder of compiled programs; None: keep none.
 
         Raises:
             InvalidArgumentError: the model doesn't divide over the devices, or there are fewer.
@@ -146,6 +149,7 @@ class StepBench:
             check_host_memory=False,
             checksums=False,
             transfer_faults=None,
+            programs=programs,
         )
         self.runner = self.worker.runner
         self.runner.fill(np.arange(self.shapes.num_pages, dtype=np.int32), self._random_page())
@@ -158,7 +162,10 @@ class StepBench:
             for rows in [*self._split(case)[:1], *self._mixed_rows(case)]:
                 batch = self._arrays(rows)[0]
                 shapes[str(jax.tree.map(jnp.shape, batch))] = batch
-        yield from compile_together([self.runner.calls(batch, layered=False) for batch in shapes.values()])
+        with self.runner.filling():
+            yield from compile_together(
+                [self.runner.calls(batch, layered=False) for batch in shapes.values()]
+            )
 
     def measure(self, case: Case) -> StepTime:
         """Time one of `cases`."""

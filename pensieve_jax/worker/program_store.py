@@ -14,7 +14,7 @@ import platform
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels.dispatch import RUNS_HERE
 from pensieve_jax.models.interface import ModelSpec
-from pensieve_jax.versions import package_version, processor, processor_features
+from pensieve_jax.versions import package_versions, processor, processor_features
 from pensieve_jax.worker.step_functions import Part, StepFunctions
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,8 @@ MOST_BYTES = 4 << 30
 SOURCES = ("pensieve_jax", "host_cache", "pallas_kernels")
 """Packages whose code programs are traced from."""
 
-PACKAGES = (
-    *("jax", "jaxlib", "flax", "numpy", "jax-triton", "triton"),
-    *(f"jax-cuda{major}-{part}" for major in (12, 13) for part in ("plugin", "pjrt")),
-)
-"""Packages that trace, lower or compile."""
+PACKAGES = ("jax", "flax", "numpy", "triton", "nvidia-")
+"""Beginnings of the names of packages that trace, lower, compile, or are called by what was compiled."""
 
 OURS = ("pensieve_jax.", "flax.")
 """Where everything that a model is made of must come from, so that its code is known."""
@@ -51,8 +48,8 @@ OURS = ("pensieve_jax.", "flax.")
 VARIABLES = ("XLA_", "TF_XLA_", "MOSAIC_", "TRITON_", "NVIDIA_TF32_OVERRIDE")
 """Beginnings of the environment variables that tracing and compiling heed."""
 
-WITHOUT_EFFECT = ("cache", "log", "traceback", "dump", "profil", "jax_platforms", "jax_num_cpu_devices")
-"""What the names of JAX's settings contain that change no program."""
+WITHOUT_EFFECT = frozenset({"cache", "log", "logging", "traceback", "dump", "dumps", "platforms"})
+"""Words in the names of JAX's settings that change no program. Devices are in the key by themselves."""
 
 _JAX_CACHE = threading.Lock()
 """Held while JAX's own cache is off."""
@@ -97,38 +94,52 @@ class ProgramStore:
 
     def load(self, name: str, args: Sequence[Any]) -> jax.stages.Compiled | None:
         """The program that was kept under this name for arguments like these; None if there is none."""
+
+        def revive(kept: tuple) -> jax.stages.Compiled:
+            return serialize_executable.deserialize_and_load(*kept, execution_devices=self._devices)
+
+        return self._read(self._path(name, args), revive)
+
+    def save(self, name: str, args: Sequence[Any], compiled: jax.stages.Compiled) -> None:
+        """Keep a program. What can't be kept is compiled again at the next start."""
+        self._write(self._path(name, args), lambda: serialize_executable.serialize(compiled))
+
+    def recall[T](self, name: str, args: Sequence[Any], find_out: Callable[[], T]) -> T:
+        """What was found out under this name for arguments like these, now or at an earlier start."""
         path = self._path(name, args)
+        known = self._read(path, lambda kept: kept)
+        if known is None:
+            known = find_out()
+            self._write(path, lambda: known)
+        return known
+
+    def _read[T](self, path: Path, revive: Callable[[Any], T]) -> T | None:
         try:
             content = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
-            logger.warning("a compiled program can't be read: %s", error)
+            logger.warning("what was compiled can't be read: %s", error)
             return None
         try:
-            program, in_tree, out_tree = pickle.loads(zlib.decompress(content))
-            compiled = serialize_executable.deserialize_and_load(
-                program, in_tree, out_tree, execution_devices=self._devices
-            )
+            value = revive(pickle.loads(zlib.decompress(content)))
         except Exception as error:  # noqa: BLE001 (whatever the bytes have become)
-            logger.warning("the compiled program %s is damaged and compiled anew: %s", path, error)
+            logger.warning("%s is damaged and compiled anew: %s", path, error)
             return None
         with suppress(OSError):
             os.utime(path)
-        return compiled
+        return value
 
-    def save(self, name: str, args: Sequence[Any], compiled: jax.stages.Compiled) -> None:
-        """Keep a program. What can't be kept is compiled again at the next start."""
-        path = self._path(name, args)
+    def _write(self, path: Path, give: Callable[[], Any]) -> None:
         try:
-            content = zlib.compress(pickle.dumps(serialize_executable.serialize(compiled)), level=1)
+            content = zlib.compress(pickle.dumps(give()), level=1)
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
                 file.write(content)
             Path(file.name).replace(path)
             self._make_room()
         except Exception as error:  # noqa: BLE001 (a full disk, a program that can't be serialized)
-            logger.warning("the compiled program %s isn't kept: %s", name, error)
+            logger.warning("%s isn't kept: %s", path, error)
 
     def _path(self, name: str, args: Sequence[Any]) -> Path:
         leaves, tree = jax.tree.flatten(args)
@@ -152,7 +163,7 @@ def open_store(folder: Path | None, spec: ModelSpec, functions: StepFunctions) -
     """The store of a model's programs; None if they must not be kept.
 
     Only code of this project is known to be the same as when a program was traced. A model with other
-    modules, or with functions among its attributes, is traced at every start.
+    modules, or with functions or objects of others among its attributes, is traced at every start.
 
     Args:
         folder: where to keep programs; None: nowhere.
@@ -172,11 +183,11 @@ def environment() -> str:
     """What programs depend on beside model and devices: code, versions, settings and drivers, as JSON."""
     client = jax.devices()[0].client
     driver = Path("/proc/driver/nvidia/version")
-    settings = [name for name in jax.config.values if not any(word in name for word in WITHOUT_EFFECT)]
+    settings = [name for name in jax.config.values if WITHOUT_EFFECT.isdisjoint(name.split("_"))]
     return json.dumps(
         {
             "source": source_digest(),
-            "versions": {"python": platform.python_version()} | {p: package_version(p) for p in PACKAGES},
+            "versions": {"python": platform.python_version(), **package_versions(PACKAGES)},
             "platform": [client.platform, client.platform_version],
             "processor": [processor(), processor_features()],
             "driver": driver.read_text() if driver.exists() else None,
@@ -219,5 +230,10 @@ def _names(part: Part) -> list[str]:
 
 def _is_ours(part: Part) -> bool:
     values = [value.value for _, value in part.graph.attributes if isinstance(value, nnx.graphlib.Static)]
-    functions = [f"{type(value).__module__}." for value in values if callable(value)]
-    return all(name.startswith(OURS) for name in _names(part) + functions)
+    return all(name.startswith(OURS) for name in _names(part)) and all(map(_is_told_by_repr, values))
+
+
+def _is_told_by_repr(value: Any) -> bool:
+    """Whether what a value's repr shows is all that it is: not so of functions."""
+    kind = f"{type(value).__module__}."
+    return kind.startswith(OURS) or (kind == "builtins." and not callable(value))

@@ -48,18 +48,14 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         varying = self._varying(args)
-        if self._store is not None and self._store.filling and varying not in self._ready:
-            self._ready[varying] = self.compiled(*args)
+        filling = self._store is not None and self._store.filling
+        if filling and varying not in self._ready and not self.load(*args):
+            self.finish(self.lower(*args), *args)
         return self.at(varying)(*args)
 
     def at(self, varying: Hashable) -> Callable:
         """What runs it for arguments of a signature, those that are fixed left out."""
         return self._ready.get(varying, self._jitted)
-
-    def compiled(self, *args: Any) -> jax.stages.Compiled:
-        """The program for these arguments, in the store from then on. Calls don't find it."""
-        stored = self._store.load(self._name, args) if self._store is not None else None
-        return stored or self._compile(self.lower(*args), args)
 
     def load(self, *args: Any) -> bool:
         """Make the program for these arguments ready if it is in the store; whether it is ready."""
@@ -76,15 +72,20 @@ class Program:
 
     def finish(self, lowered: jax.stages.Lowered, *args: Any) -> None:
         """Compile what these arguments were lowered to, and keep it: calls find it compiled."""
-        compiled = self._compile(lowered, args)
-        if self._store is not None:
-            self._ready[self._varying(args)] = compiled
-
-    def _compile(self, lowered: jax.stages.Lowered, args: Sequence[Any]) -> jax.stages.Compiled:
         compiled = lowered.compile()
         if self._store is not None:
             self._store.save(self._name, args, compiled)
-        return compiled
+            self._ready[self._varying(args)] = compiled
+
+    def recall[T](self, what: str, find_out: Callable[[jax.stages.Compiled], T], *args: Any) -> T:
+        """What the program for these arguments tells, which needn't be compiled for it at a second start."""
+
+        def compile_and_ask() -> T:
+            return find_out(self.lower(*args).compile())
+
+        if self._store is None:
+            return compile_and_ask()
+        return self._store.recall(f"{what}-{self._name}", args, compile_and_ask)
 
     def _varying(self, args: Sequence[Any]) -> Hashable:
         return signature(tuple(args[self._fixed :]))

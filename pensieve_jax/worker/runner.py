@@ -162,17 +162,19 @@ class ModelRunner:
         shape = (num_pages, *self.page.shape)
         pool = jax.ShapeDtypeStruct(shape, self.page.dtype, sharding=self.kv_sharding)
         pools = [pool] * self.spec.num_layers
-        with self.filling():
-            account = self._whole(batch).compiled(self._weights, pools, batch).memory_analysis()
-        assert account is not None, "CPU and GPU give one"
-        pool_bytes = num_pages * num_bytes(self.page) // self.mesh.size
-        return StepMemory(
-            workspace_bytes=account.temp_size_in_bytes
-            + account.output_size_in_bytes
-            - account.alias_size_in_bytes,
-            pools_bytes=pool_bytes * self.spec.num_layers,
-            in_place_bytes=account.alias_size_in_bytes,
-        )
+        pools_bytes = num_pages * num_bytes(self.page) // self.mesh.size * self.spec.num_layers
+
+        def ask(compiled: jax.stages.Compiled) -> StepMemory:
+            account = compiled.memory_analysis()
+            assert account is not None, "CPU and GPU give one"
+            outputs = account.output_size_in_bytes - account.alias_size_in_bytes
+            return StepMemory(
+                workspace_bytes=account.temp_size_in_bytes + outputs,
+                pools_bytes=pools_bytes,
+                in_place_bytes=account.alias_size_in_bytes,
+            )
+
+        return self._whole(batch).recall("memory", ask, self._weights, pools, batch)
 
     def filling(self) -> AbstractContextManager[None]:
         """While it lasts, programs that aren't ready are taken from their folder, or compiled into it."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -93,6 +94,27 @@ def test_every_kind_of_case_is_measured(bench, place):
     assert result.seconds > 0
     assert result.floor.seconds > 0
     assert all(seconds > 0 for seconds in result.beside_s.values())
+
+
+def test_a_second_run_traces_no_step(tmp_path):
+    cases = [decode_case(128, 1024), prefill_case(2, 8192)]
+    lowered = []
+
+    def listen(event, duration_secs, **details):
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            lowered.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for steps in (["jit(whole)"] * 2, []):
+            lowered.clear()
+            bench = StepBench(PRESETS["tiny"], cases, num_shards=1, step_tokens=64 * 64, programs=tmp_path)
+            assert len(list(bench.compile())) == 2
+            assert bench.measure(bench.cases[0]).seconds > 0
+            assert [name for name in lowered if name == "jit(whole)"] == steps
+            bench.close()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_a_case_longer_than_a_step_runs_in_pieces(bench):

@@ -1,4 +1,4 @@
-"""Start an engine with compiled programs kept in a folder, serve, and say what was traced for it.
+"""Start engines with compiled programs kept in a folder, serve, and say what was traced for each.
 
 `python -m tests.engine.serve_once FOLDER` prints a line of JSON for each model: what was lowered while the
 engine compiled ahead and served, programs compiled, tokens, and files in the folder.
@@ -27,7 +27,8 @@ from tests.tiny import VOCAB, TinyModel
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 256}
 OPT = {"model_type": "opt", "ffn_dim": 64, "max_position_embeddings": 256, "word_embed_proj_dim": 32}
-MODELS = {"llama": (LLAMA, 1), "opt on two": (OPT, 2), "own": (None, 1)}
+MODELS = {"llama": (LLAMA, 1), "llama again": (LLAMA, 1), "opt on two": (OPT, 2), "own": (None, 1)}
+"""In this order. The second is what a series of systems starts beside the first: the same without a host tier."""
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
@@ -39,12 +40,13 @@ def main() -> None:
             lowered.append(details.get("fun_name"))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    settings = {"host_pages": 4, "device_pages": 6, "step_tokens": 8, "max_rows": 2, "paranoid": False}
+    settings = {"device_pages": 6, "step_tokens": 8, "max_rows": 2, "paranoid": False}
     for name, (dimensions, num_shards) in MODELS.items():
         model = TinyModel()
         if dimensions is not None:
             model = make_model(SIZES | dimensions, dtype=np.dtype(np.float32), rngs=nnx.Rngs(0))
-        settings["execution"] = "layered" if name == "llama" else "resident"
+        settings["execution"] = "layered" if dimensions is LLAMA else "resident"
+        settings["host_pages"] = 0 if name == "llama again" else 4
         engine = Engine(model, config=config(compilation_cache=folder, **settings), num_shards=num_shards)
         lowered.clear()
         greedy, drawn = SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, temperature=1.0, seed=1)

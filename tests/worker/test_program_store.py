@@ -2,6 +2,8 @@
 
 import logging
 import os
+from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,12 @@ from flax import nnx
 from pensieve_jax.models import make_model
 from pensieve_jax.parallel import make_mesh
 from pensieve_jax.worker import program_store
+from pensieve_jax.worker.batch import BatchShapes
 from pensieve_jax.worker.compilations import compile_together
 from pensieve_jax.worker.program_store import ProgramStore, open_store
 from pensieve_jax.worker.programs import Call, Program
 from pensieve_jax.worker.step_functions import StepFunctions, split_model
+from pensieve_jax.worker.worker import workspace_bytes
 from tests.tiny import TinyModel
 
 LLAMA = {
@@ -110,6 +114,29 @@ def test_a_damaged_file_is_written_anew(tmp_path, caplog, damage):
     assert store_in(tmp_path).load("add", arguments()) is not None
 
 
+def test_what_was_found_out_is_recalled(tmp_path, caplog):
+    args = arguments()
+    assert store_in(tmp_path).recall("size", args, lambda: 5) == 5
+    assert store_in(tmp_path).recall("size", args, lambda: 6) == 5
+    assert store_in(tmp_path).recall("size", arguments(4), lambda: 6) == 6
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"")
+    assert store_in(tmp_path).recall("size", args, lambda: 7) == 7
+    assert "damaged" in caplog.text
+    assert store_in(tmp_path).recall("size", args, lambda: 8) == 7
+
+
+def test_the_workspace_is_compiled_for_once(tmp_path, traced):
+    shapes = BatchShapes(num_pages=8, page_tokens=32, max_rows=2, max_tokens=16, max_pages=4)
+    sizes = partial(workspace_bytes, llama(), shapes=shapes, mesh=make_mesh(1))
+    first = sizes(programs=tmp_path)
+    assert "jit(whole)" in traced
+    traced.clear()
+    assert sizes(programs=tmp_path) == first > 0
+    assert "jit(whole)" not in traced
+    assert sizes() == first
+
+
 def test_a_folder_that_takes_nothing_is_no_hindrance(tmp_path, caplog):
     (tmp_path / "file").write_bytes(b"")
     program = fill(store_in(tmp_path / "file"), arguments())
@@ -166,11 +193,15 @@ def test_models_settings_code_and_devices_are_told_apart(tmp_path, monkeypatch):
     ]
     with jax.default_matmul_precision("bfloat16"):
         others.append(made_from(tmp_path, llama()))
+    logistic = jax.config.jax_use_hlo_logistic_lowering
+    jax.config.update("jax_use_hlo_logistic_lowering", not logistic)
+    others.append(made_from(tmp_path, llama()))
+    jax.config.update("jax_use_hlo_logistic_lowering", logistic)
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
         others.append(made_from(tmp_path, llama()))
     with monkeypatch.context() as patch:
-        patch.setattr(program_store, "package_version", lambda name: "0.0")
+        patch.setattr(program_store, "package_versions", lambda names: {"jax": "0.0"})
         others.append(made_from(tmp_path, llama()))
     with monkeypatch.context() as patch:
         patch.setattr(program_store, "source_digest", lambda: "other")
@@ -204,5 +235,6 @@ def test_own_models_are_not_kept(tmp_path):
     model.layers[1].mlp.__class__ = Mine
     assert open_store(tmp_path, *functions_of(model)) is None
     model = llama()
-    model.layers[1].mlp.activation = jnp.tanh
-    assert open_store(tmp_path, *functions_of(model)) is None
+    for other in (jnp.tanh, make_model, Fraction(1)):
+        model.layers[1].mlp.activation = other
+        assert open_store(tmp_path, *functions_of(model)) is None
