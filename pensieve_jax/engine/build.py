@@ -38,6 +38,9 @@ DEVICE_MEMORY_SHARE = 0.85
 known."""
 MEASURED_PAGES = 64
 """Pages of the pool for which the workspace of a step is measured; it doesn't depend on them."""
+POOL_BITS = 7
+"""Leading bits of the device pool's pages that aren't 0 if its size follows from the free memory, which is a
+little different at each start: another number of pages would be other programs."""
 HOST_MEMORY_SHARE = 0.5
 """Share of the free host memory that the host tier takes unless a size is given."""
 KEPT_FROM_S = 0.1
@@ -224,6 +227,12 @@ def batch_shapes(spec: ModelSpec, config: EngineConfig, num_shards: int, num_pag
     )
 
 
+def steady(num_pages: int) -> int:
+    """The next smaller number of at most `POOL_BITS` bits that aren't 0."""
+    step = 1 << max(0, num_pages.bit_length() - POOL_BITS)
+    return num_pages // step * step
+
+
 def tier_sizes(
     spec: ModelSpec, tiers: TierConfig, device: Any, num_shards: int, *, workspace_bytes: int | None = None
 ) -> CacheConfig:
@@ -252,6 +261,8 @@ def tier_sizes(
         elif stats is not None:
             room = int(free * DEVICE_MEMORY_SHARE)
         device_pages = room // page_bytes
+        if stats is not None:
+            device_pages = steady(device_pages)
         if device_pages < 1:
             raise InvalidArgumentError(
                 f"device_pages: a page needs {page_bytes / 1e9:.3f} GB, expected at most the "

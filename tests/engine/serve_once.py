@@ -28,7 +28,7 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_at
 LLAMA = {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 256}
 OPT = {"model_type": "opt", "ffn_dim": 64, "max_position_embeddings": 256, "word_embed_proj_dim": 32}
 MODELS = {"llama": (LLAMA, 1), "llama again": (LLAMA, 1), "opt on two": (OPT, 2), "own": (None, 1)}
-"""In this order. The second is what a series of systems starts beside the first: the same without a host tier."""
+"""In this order. The second is the next of a series of systems: the same without a host tier."""
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
