@@ -27,7 +27,7 @@ STAGING_SLOTS = 4
 """Staging buffers per shard: how many layers' swap-ins may be under way before the host waits."""
 
 
-COPY_THREADS = 4
+COPY_THREADS = 8
 """Threads beside a GPU that copy between staging memory and the pool: one is slower than the link."""
 MOST_STORES = 4
 """Copies to the host under way before the host waits: each holds device memory and staging memory."""

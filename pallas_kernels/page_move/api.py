@@ -25,6 +25,27 @@ def gather_pages(kv_pages: jax.Array, pages: jax.Array) -> jax.Array:
     return kv_pages.at[pages].get(mode="fill", fill_value=0)
 
 
+def gather_layers(pools: Sequence[jax.Array], pages: jax.Array) -> jax.Array:
+    """Copy the same pages out of several pools into one array.
+
+    Args:
+        pools: one for each layer, [num_pages, *page].
+        pages: i32[n]: pages to copy; num_pages or more gives zeros.
+
+    Returns:
+        [num_layers, n, *page] in the order of `pages`.
+    """
+    if not runs_here("triton"):
+        return jnp.stack([gather_pages(pool, pages) for pool in pools])
+    # XLA makes one kernel of it, which picks the pool anew for each number that it copies.
+    page, count = pools[0].shape[1:], pages.shape[0]
+    staged = jnp.zeros((len(pools) * count, *page), pools[0].dtype)
+    for layer, pool in enumerate(pools):
+        places = np.arange(layer * count, (layer + 1) * count, dtype=np.int32)
+        staged = copy_pages_triton(staged, pool, places, pages)
+    return staged.reshape(len(pools), count, *page)
+
+
 def scatter_pages(kv_pages: jax.Array, staged: jax.Array, pages: jax.Array) -> jax.Array:
     """Copy staged pages into the pool. In place where the pool is donated.
 

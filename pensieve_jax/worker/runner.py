@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.page_move import gather_pages
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.model_shape import KvDtype
 from pensieve_jax.models.interface import ServableModel
@@ -114,13 +112,7 @@ class ModelRunner:
         # Apart from the layers: another way of choosing tokens compiles this alone.
         self._sample = Program("sample", sample, store)
         self._scatter = Program("scatter", functions.scatter, store, fixed=2, donate=(0,))
-        self._gather = Program(
-            "gather",
-            lambda pools, pages: jnp.stack([gather_pages(pool, pages) for pool in pools]),
-            store,
-            fixed=1,
-            out_shardings=NamedSharding(mesh, P(None, *KV_SPEC)),
-        )
+        self._gather = Program("gather", functions.gather, store, fixed=1)
         self._copy = Program(
             "copy",
             lambda pools, source, target: [pool.at[target].set(pool[source]) for pool in pools],

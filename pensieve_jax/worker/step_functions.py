@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.page_move import read_pages, scatter_pages
+from pallas_kernels.page_move import gather_layers, read_pages, scatter_pages
 from pensieve_jax.models.interface import ModelSpec, ServableModel
 from pensieve_jax.parallel import TENSOR_AXIS, partition_specs
 from pensieve_jax.worker.batch import BatchArrays
@@ -156,6 +156,11 @@ class StepFunctions:
     def scatter(self, kv: jax.Array, staged: jax.Array, pages: jax.Array) -> jax.Array:
         """A layer's pool with staged pages in it."""
         return self._sharded(scatter_pages, (KV_SPEC, KV_SPEC, P()), KV_SPEC, kv, staged, pages)
+
+    def gather(self, pools: list[jax.Array], pages: jax.Array) -> jax.Array:
+        """[num_layers, n, *page]: pages out of the pools of all layers."""
+        specs = ([KV_SPEC] * len(pools), P())
+        return self._sharded(gather_layers, specs, P(None, *KV_SPEC), pools, pages)
 
     def read(
         self,

@@ -53,12 +53,13 @@ COPIED_AT_ONCE = 64
 MOST_GATHERED = (MOST_STORES + 1) * COPIED_AT_ONCE
 """Pages that copies to the host may hold a second time, at most."""
 
-READ_BYTES = 256 << 20
+READ_BYTES, SCATTERED_BYTES = 256 << 20, 4 << 30
 """Bytes of KV, on each device, up to which the device itself reads a step's pages from host memory, before
-the step. That takes 5 ms at most. Layer by layer it would be hidden, but then the host takes 10 ms and more
-for the step however little comes: as long as a decode step."""
-READ_AT_ONCE = 32
-"""Pages of one such call: fewer take its time, too, so that one shape is enough."""
+the step: of pages in one run, and of scattered ones. It takes 5 ms for 256 MB. Copies layer by layer hide
+behind the step, but however little comes, the host takes 10 ms and more for such a step, as long as a decode
+step takes; and scattered pages have to be collected first, at a seventh of the link's rate."""
+READ_SIZES = (32, 512)
+"""Pages of one such call: fewer cost a larger call next to nothing, so that few shapes are enough."""
 
 type Execution = Literal["auto", "layered", "resident"]
 """How a step without swap-ins runs: layer by layer, in one call, or the better for the platform: one call on
@@ -124,23 +125,22 @@ class Worker:
         shapes: BatchShapes,
         execution: Execution,
         *,
-        read_bytes: int = 0,
+        reads: bool = False,
     ) -> None:
         """Args:
         runner: holds weights and device pool.
         mover: copies to and from the host tier; None without one.
         shapes: limits of a batch.
         execution: how steps without swap-ins run.
-        read_bytes: up to how many bytes of KV, on each device, it reads a step's pages itself.
+        reads: whether the device itself can read host pages.
         """
         self._runner = runner
         self._mover = mover
         self._shapes = shapes
-        self._most_read, self._addresses = 0, None
+        self._addresses: jax.Array | None = None
         self.pages_read = 0
         """Pages that the device itself has read from host memory."""
-        if mover is not None and read_bytes:
-            self._most_read = read_bytes // mover.pool.page_bytes
+        if mover is not None and reads:
             halves = [
                 address_halves([shards[shard].ctypes.data for shards in mover.pool.layers])
                 for shard in range(runner.mesh.size)
@@ -277,8 +277,11 @@ class Worker:
             for size in copies:
                 self._compile_copies(size)
                 report(1)
-        if self._most_read:  # outside, for JAX's own cache keeps it: it depends on the host's memory
-            self._read(np.zeros(1, np.int64), self._pad_pages([self._shapes.num_pages]))
+        if (
+            self._addresses is not None
+        ):  # outside, for JAX's own cache keeps it: it depends on the host's memory
+            for count in READ_SIZES:
+                self._read(np.zeros(count, np.int64), np.full(count, self._shapes.num_pages, np.int32))
 
     def _calls(self, batch: BatchArrays) -> list[Call]:
         ways = [self._layered] if self._mover is None or self._layered else [False, True]
@@ -311,9 +314,10 @@ class Worker:
         sampling = self._sampling(batch, [request for _, request in samples])
         wait_s = 0.0
         host_pages, pages = self._in_runs(plan.swap_ins)
-        staged = len(host_pages) > self._most_read
-        if not staged and len(host_pages):
+        staged = len(host_pages) > 0
+        if staged and self._reads(host_pages):
             self._read(host_pages, pages)
+            staged = False
         if staged or self._layered:
 
             def stage_in(layer: int) -> jax.Array:
@@ -346,21 +350,28 @@ class Worker:
             return
         assert mover is not None, "swap-ins need a host tier"
         host_pages, pages = self._in_runs(copies)
-        if len(copies) <= self._most_read:
+        if self._reads(host_pages):
             self._read(host_pages, pages)
             return
         self._runner.load(lambda layer: mover.stage_in(layer, host_pages, len(pages)), pages)
+
+    def _reads(self, host_pages: np.ndarray) -> bool:
+        """Whether the device reads these pages, in ascending order, by itself."""
+        if self._addresses is None or self._mover is None:
+            return False
+        in_one_run = host_pages[-1] - host_pages[0] + 1 == len(host_pages)
+        most = READ_BYTES if in_one_run else SCATTERED_BYTES
+        return len(host_pages) * self._mover.pool.page_bytes <= most
 
     def _read(self, host_pages: np.ndarray, pages: np.ndarray) -> None:
         """Let the device read host pages by itself. One that is freed meanwhile is written only behind this:
         what is written there comes from the device, which works in order."""
         assert self._mover is not None and self._addresses is not None, "there is a host tier to read"
-        for first in range(0, len(host_pages), READ_AT_ONCE):
-            sources = np.zeros(READ_AT_ONCE, np.int32)
-            targets = np.full(READ_AT_ONCE, self._shapes.num_pages, np.int32)
-            some = host_pages[first : first + READ_AT_ONCE]
-            sources[: len(some)] = some
-            targets[: len(some)] = pages[first : first + len(some)]
+        for some in itertools.batched(range(len(host_pages)), READ_SIZES[-1]):
+            count = padded(len(some), READ_SIZES)
+            sources, targets = np.zeros(count, np.int32), np.full(count, self._shapes.num_pages, np.int32)
+            sources[: len(some)] = host_pages[some[0] : some[-1] + 1]
+            targets[: len(some)] = pages[some[0] : some[-1] + 1]
             self._runner.read(self._addresses, targets, sources, num_host_pages=self._mover.pool.num_pages)
         self.pages_read += int(np.count_nonzero(pages < self._shapes.num_pages))
 
@@ -460,4 +471,4 @@ def build_worker(
         if transfer_faults is not None:
             mover = FaultyMover(mover, transfer_faults)
     reads = transfer_faults is None and runs_here("triton") and kernels_read_pinned(mesh.devices.flat[0])
-    return Worker(runner, mover, shapes, execution, read_bytes=READ_BYTES if reads else 0)
+    return Worker(runner, mover, shapes, execution, reads=reads)

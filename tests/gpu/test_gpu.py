@@ -57,11 +57,12 @@ def test_text_of_smollm2_after_a_stay_in_pinned_memory():
 
 
 @pytest.mark.parametrize(
-    ("execution", "run_ahead", "read_bytes"),
-    [("resident", True, 1 << 30), ("resident", True, 0), ("layered", False, 0)],
+    ("execution", "run_ahead", "copied"),
+    [("resident", True, False), ("resident", True, True), ("layered", False, True)],
 )
-def test_cached_equals_cold(model, execution, run_ahead, read_bytes, monkeypatch):
-    monkeypatch.setattr(worker_module, "READ_BYTES", read_bytes)
+def test_cached_equals_cold(model, execution, run_ahead, copied, monkeypatch):
+    if copied:
+        monkeypatch.setattr(worker_module, "kernels_read_pinned", lambda device: False)
     driver = Driver(model, "tight-host", execution=execution, run_ahead=run_ahead)
     driver.play(random.Random(7), 250)
     counters = driver.engine.counters
@@ -182,10 +183,11 @@ def test_default_sizes_come_from_the_machine(model):
         assert device_pages * 2 * 2 * 32 * 16 > 2**31
 
 
-@pytest.mark.parametrize("read_bytes", [0, 1 << 30])
-def test_bytes_survive_the_way_through_the_host(model, read_bytes, monkeypatch):
+@pytest.mark.parametrize("copied", [False, True])
+def test_bytes_survive_the_way_through_the_host(model, copied, monkeypatch):
     """A page that goes to the host and comes back is bit for bit what it was: copied, or read by a kernel."""
-    monkeypatch.setattr(worker_module, "READ_BYTES", read_bytes)
+    if copied:
+        monkeypatch.setattr(worker_module, "kernels_read_pinned", lambda device: False)
     with small_engine(model=model, device_pages=12, host_pages=40) as engine:
         worker = engine._turns.parts.worker
         runner, mover = worker._runner, worker._mover
@@ -203,7 +205,7 @@ def test_bytes_survive_the_way_through_the_host(model, read_bytes, monkeypatch):
             assert all(page.tobytes() in kept for page in full), f"layer {layer}"
         result = conversation.send([5], SamplingParams(max_tokens=1))
         assert result.receipt.tokens_from_host == 200
-        assert worker.pages_read == (7 if read_bytes and ON_GPU else 0)
+        assert worker.pages_read == (0 if copied or not ON_GPU else 7)
         after = np.asarray(runner.gather(np.arange(12, dtype=np.int32)))
         for original, loaded in zip(before, after, strict=True):
             present = {page.tobytes() for page in loaded}
