@@ -24,6 +24,7 @@ from flax import nnx
 from benchmarks.records import ROOT, gpu, record, replace_records
 from benchmarks.serving.models import ModelChoice
 from pensieve_jax.config import EngineConfig, TierConfig
+from pensieve_jax.core.plans import StepPlan
 from pensieve_jax.core.types import SamplingParams
 from pensieve_jax.engine import Engine
 from pensieve_jax.engine.turn import Turn
@@ -31,6 +32,7 @@ from pensieve_jax.engine.warmup import warm_up
 from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.models.presets import PRESETS
 from pensieve_jax.scheduler.scheduler import SchedulerConfig
+from pensieve_jax.worker.worker import PendingStep
 
 PAGE_TOKENS = 32
 POLL_S = 0.0005
@@ -117,6 +119,30 @@ def serve(engine: Engine, case: Case, *, seed: int = 0) -> Outcome:
     return Outcome(seconds=seconds, output_tokens=output, compiled=compiled, counters=counters)
 
 
+class StepTimes:
+    """When each step of an engine was handed over to the device, and what was in it."""
+
+    COLUMNS = ("begin_s", "handed_over_s", "rows", "tokens", "pages_in", "pages_out")
+
+    def __init__(self, engine: Engine) -> None:
+        worker = engine._turns.parts.worker
+        dispatch, self.lines = worker.dispatch, [self.COLUMNS]
+
+        def timed(plan: StepPlan) -> PendingStep:
+            begin = time.perf_counter()
+            step = dispatch(plan)
+            tokens = sum(len(row.token_ids) for row in plan.rows)
+            sizes = len(plan.rows), tokens, len(plan.swap_ins), len(plan.swap_outs)
+            self.lines.append((round(begin, 5), round(time.perf_counter(), 5), *sizes))
+            return step
+
+        worker.dispatch = timed
+
+    def write(self, path: Path) -> None:
+        """As CSV, a line for each step."""
+        path.write_text("".join(",".join(map(str, line)) + "\n" for line in self.lines))
+
+
 def engine_config(case: Case, choice: ModelChoice, args: argparse.Namespace, *, keep: bool) -> EngineConfig:
     """Tiers of so many bytes, steps of so many tokens."""
     page_bytes = choice.kv_bytes_per_token * PAGE_TOKENS
@@ -153,8 +179,11 @@ def run_case(
             else:
                 warm_up(engine, SamplingParams(), progress=lambda done, total: say(f"  {done}/{total}"))
             say(f"{way}: compiled after {time.perf_counter() - begin:.1f} s")
+            steps = StepTimes(engine) if args.steps else None
             outcome = serve(engine, case)
-        del engine
+            if steps is not None:
+                steps.write(args.steps / f"{way}.csv")
+        del engine, steps
         gc.collect()
         say(f"{way}: {outcome}")
         ceiling = case.bar_s if keep else kept_s
@@ -222,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rehearse", action="store_true", help="compile what two turns meet, not all shapes: starts sooner"
     )
+    parser.add_argument("--steps", type=Path, help="folder of tables that tell when each step began")
     results = ROOT / "benchmarks" / "results" / "serving-h200.jsonl"
     parser.add_argument("--results", type=Path, default=results)
     args = parser.parse_args(arguments)
