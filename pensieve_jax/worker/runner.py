@@ -16,6 +16,7 @@ from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.model_shape import KvDtype
 from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.parallel import check_head_sharding
+from pensieve_jax.worker.arrivals import Arrivals
 from pensieve_jax.worker.batch import BatchArrays
 from pensieve_jax.worker.kv_pages import no_number, num_bytes, page_of
 from pensieve_jax.worker.program_store import ProgramStore, open_store
@@ -23,18 +24,11 @@ from pensieve_jax.worker.programs import Call, Program, signature
 from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays, sample
 from pensieve_jax.worker.step_functions import KV_SPEC, StepFunctions, split_model
 
-LOOK_AHEAD = 2
-"""Layers whose swap-in is issued ahead of a layer's compute: a transfer that is enqueued behind compute waits
-for all of it."""
-
 MANY_TOKENS = 256
 """Tokens from which all products of a step are the library's, each by itself. It adds the residual to a
 product. Where XLA makes products, each has its own copy of the norm before it; where XLA merges those of keys
 and values, it concatenates weights and slices results at every step."""
 LIBRARY_PRODUCTS = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "dot-merger"}
-
-type StageIn = Callable[[int], jax.Array]
-"""Layer number -> its staged pages on the device, still being copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,14 +191,14 @@ class ModelRunner:
         return self._sample(logits, sampling)
 
     def run_layered(
-        self, batch: BatchArrays, sampling: SamplingArrays, stage_in: StageIn | None, pages: np.ndarray
+        self, batch: BatchArrays, sampling: SamplingArrays, arrivals: Arrivals | None, pages: np.ndarray
     ) -> SampleOutput:
         """Run one layer after the other, each after its staged pages are put into the pool.
 
         Args:
             batch: the padded batch.
             sampling: how to choose the tokens.
-            stage_in: starts a layer's swap-in; None if nothing is swapped in.
+            arrivals: gives each layer's staged pages; None if nothing is swapped in.
             pages: i32[n]: where staged pages go; the pool's size for padding.
 
         Returns:
@@ -213,27 +207,23 @@ class ModelRunner:
         weights, varying = self._weights, signature((batch,))
         layers = [program_of(batch).at(varying) for program_of in self._layers]
         x = self._embed.at(varying)(weights[0], batch)
-        staged: list[jax.Array | None] = []
         for layer in range(self.spec.num_layers):
-            while stage_in is not None and len(staged) <= min(layer + LOOK_AHEAD, self.spec.num_layers - 1):
-                staged.append(stage_in(len(staged)))
-            if staged:
-                self.scatter(layer, staged[layer], pages)
-                staged[layer] = None  # its memory is free once the pages are in the pool
+            if arrivals is not None:
+                self.scatter(layer, arrivals.take(), pages)
             run = layers[self._functions.kind_of[layer + 1]]
             x, self._pools[layer] = run(weights[layer + 1], x, self._pools[layer], batch)
         logits = self._head.at(varying)(weights[-1], x, batch)
         return self._sample(logits, sampling)
 
-    def load(self, stage_in: StageIn, pages: np.ndarray) -> None:
+    def load(self, arrivals: Arrivals, pages: np.ndarray) -> None:
         """Put every layer's staged pages into the pool, without running a layer.
 
         Args:
-            stage_in: starts a layer's swap-in.
+            arrivals: gives each layer's staged pages.
             pages: i32[n]: where staged pages go; the pool's size for padding.
         """
         for layer in range(self.spec.num_layers):
-            self.scatter(layer, stage_in(layer), pages)
+            self.scatter(layer, arrivals.take(), pages)
 
     def read(
         self, addresses: jax.Array, pages: np.ndarray, host_pages: np.ndarray, *, num_host_pages: int

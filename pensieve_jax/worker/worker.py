@@ -1,8 +1,8 @@
 """Executes step plans: the only part that touches the device."""
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -31,6 +31,7 @@ from pensieve_jax.core.plans import SampleRequest, StepPlan, StepResult, StepSta
 from pensieve_jax.core.types import SampledToken
 from pensieve_jax.models.interface import ServableModel
 from pensieve_jax.parallel import TENSOR_AXIS
+from pensieve_jax.worker.arrivals import Arrivals
 from pensieve_jax.worker.batch import (
     BatchArrays,
     BatchShapes,
@@ -149,6 +150,7 @@ class Worker:
             self._addresses = jax.device_put(np.concatenate(halves), everywhere)
         on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
         self._layered = execution == "layered" or (execution == "auto" and on_cpu)
+        self._loading = None if on_cpu or mover is None else ThreadPoolExecutor(1, "pensieve-load")
         self._previous = self._nothing_chosen()
 
     @property
@@ -213,6 +215,8 @@ class Worker:
 
     def close(self) -> None:
         """Wait for copies under way and give pinned memory back."""
+        if self._loading is not None:
+            self._loading.shutdown()
         if self._mover is not None:
             self._mover.ended(wait=True)
             self._runner.wait()  # it may read host memory
@@ -314,23 +318,17 @@ class Worker:
         sampling = self._sampling(batch, [request for _, request in samples])
         wait_s = 0.0
         host_pages, pages = self._in_runs(plan.swap_ins)
-        staged = len(host_pages) > 0
-        if staged and self._reads(host_pages):
-            self._read(host_pages, pages)
-            staged = False
-        if staged or self._layered:
-
-            def stage_in(layer: int) -> jax.Array:
-                nonlocal wait_s
-                assert self._mover is not None, "swap-ins need a host tier"
-                begin = time.perf_counter()
-                staged = self._mover.stage_in(layer, host_pages, len(pages))
-                wait_s += time.perf_counter() - begin
-                return staged
-
-            output = self._runner.run_layered(batch, sampling, stage_in if staged else None, pages)
+        if plan.swap_ins and not self._reads(host_pages):
+            with self._arrivals(host_pages, pages) as arrivals:
+                output = self._runner.run_layered(batch, sampling, arrivals, pages)
+            wait_s = arrivals.wait_s
         else:
-            output = self._runner.run_resident(batch, sampling)
+            if plan.swap_ins:
+                self._read(host_pages, pages)
+            if self._layered:
+                output = self._runner.run_layered(batch, sampling, None, pages)
+            else:
+                output = self._runner.run_resident(batch, sampling)
         assert output.for_next_step is not None
         places = {request_id: place for place, (request_id, _) in enumerate(samples)}
         self._previous = PreviousSamples(token_ids=output.for_next_step, places=places)
@@ -345,15 +343,22 @@ class Worker:
 
     def _load(self, copies: Sequence[PageCopy]) -> None:
         """Copy host pages to the device, and nothing else."""
-        mover = self._mover
         if not copies:
             return
-        assert mover is not None, "swap-ins need a host tier"
         host_pages, pages = self._in_runs(copies)
         if self._reads(host_pages):
             self._read(host_pages, pages)
             return
-        self._runner.load(lambda layer: mover.stage_in(layer, host_pages, len(pages)), pages)
+        with self._arrivals(host_pages, pages) as arrivals:
+            self._runner.load(arrivals, pages)
+
+    def _arrivals(self, host_pages: np.ndarray, pages: np.ndarray) -> Arrivals:
+        mover = self._mover
+        assert mover is not None, "swap-ins need a host tier"
+        num_layers = self._runner.spec.num_layers
+        return Arrivals(
+            lambda layer: mover.stage_in(layer, host_pages, len(pages)), num_layers, self._loading
+        )
 
     def _reads(self, host_pages: np.ndarray) -> bool:
         """Whether the device reads these pages, in ascending order, by itself."""

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -268,6 +269,7 @@ def test_copies_by_threads(model):
     driver = Driver(model, "tight-host", run_ahead=True)
     worker = driver.engine._turns.parts.worker
     worker._mover = PageMover(worker._mover.pool, worker._mover._device, copy_threads=2)
+    worker._loading = ThreadPoolExecutor(1)
     driver.play(random.Random(7), 200)
     assert driver.engine.counters.chunks_swapped_in > 0
     driver.engine.close()
