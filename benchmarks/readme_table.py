@@ -18,6 +18,12 @@ MIXED = "The same with the Hopper kernel, which mixed batches go to"
 PREFILL = "Hopper kernel, prefill of 8,192 tokens over pages (beside it: cuDNN, contiguous)"
 SERVED = """Requests/s at 120 ms per output token, ShareGPT, Llama-2-13B with 10 KV heads (beside it: vLLM
 without kept state)"""
+STEP = """A decode step of 64 rows over 1,024 tokens, Llama-2-13B with 10 KV heads (beside it: weights and KV
+at the copy rate)"""
+PROMPTS = """A prefill step of 16 prompts of 1,024 tokens, the same model (beside it: its products at the
+matrix rate)"""
+STATELESS = """64 conversations of 5 turns, 200 new and 200 output tokens each, without kept state (beside
+it: with state kept)"""
 ROWS = (
     ("serving", "fig10_llama-2-13b-kv10_sharegpt_at120ms_pensieve", "served_requests_per_s", SERVED),
     ("turns", "sharegpt_turn5on", "time_to_first_token_share", LATE_TURNS),
@@ -25,6 +31,9 @@ ROWS = (
     ("cache", PLANNING, "plan_median_ms", PLAN),
     ("cache", PLANNING, "plan_p99_ms", "The same, 99th percentile (bar: 6 ms)"),
     ("cache", PLANNING, "bytes_per_chunk", "Memory of the cache's books, per chunk (bar: 200)"),
+    ("step", "decode_b64_ctx1024", "time", STEP),
+    ("step", "prefill_16x1024", "time", PROMPTS),
+    ("serving", "closed_64x5_stateless", "time", STATELESS),
     ("kernels", "triton_decode_64x4096_h32kv8", "kv_bandwidth", DECODE),
     ("kernels", "decode_64x4096_h32kv8", "kv_bandwidth", MIXED),
     ("kernels", "prefill_1x8192_h40kv10", "rate", PREFILL),

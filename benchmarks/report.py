@@ -50,8 +50,8 @@ class Report:
         self.images = images
         self._points = [point for path in paths for point in kept_points(path)]
 
-    def of(self, prefix: str, bench: str = "serving") -> list[Line]:
-        """Results of a benchmark whose case begins with a prefix."""
+    def of(self, prefix: str | tuple[str, ...], bench: str = "serving") -> list[Line]:
+        """Results of a benchmark whose case begins with a prefix, or with one of several."""
         return [line for line in self.lines if line["bench"] == bench and line["case"].startswith(prefix)]
 
     def points(self, prefix: str) -> list[dict[str, Any]]:
@@ -198,9 +198,14 @@ def steps(report: Report, _: Section) -> list[str]:
     return [_beside_peers(report, "step") or NOTHING]
 
 
-def _beside_peers(report: Report, bench: str) -> str:
+def loops(report: Report, _: Section) -> list[str]:
+    """What `benchmarks.closed_loop` left."""
+    return [_beside_peers(report, "serving", ("closed_", "pressure_")) or NOTHING]
+
+
+def _beside_peers(report: Report, bench: str, prefix: str | tuple[str, ...] = "") -> str:
     """A table of a benchmark's figures that have something beside them; empty without any."""
-    lines = [line for line in report.of("", bench) if line["ceiling"] is not None]
+    lines = [line for line in report.of(prefix, bench) if line["ceiling"] is not None]
     head = ("case", "measured", "beside it", "ratio", "on")
     cells = [
         (
@@ -314,6 +319,14 @@ SECTIONS = (
         paper="not in it: decode and prefill steps of `pensieve bench step`, beside their floor or what they "
         "are compared with.",
         body=steps,
+    ),
+    Section(
+        prefix="closed",
+        title="Closed loops",
+        paper="not in it: conversations that each send their next turn at once, by "
+        "`python -m benchmarks.closed_loop`. Beside it: for a run that keeps state, the bar; for a stateless "
+        "one, the run that keeps it.",
+        body=loops,
     ),
     Section(
         prefix="compression",

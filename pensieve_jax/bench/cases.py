@@ -10,6 +10,8 @@ class Kind(StrEnum):
 
     STEP = "step"
     """Its steps, back to back on the device."""
+    HIT = "hit"
+    """Steps whose rows' past is on the device, beside the same without a host tier."""
     SWAP_IN = "swap-in"
     """One step whose rows' past comes from host memory."""
     SWAP_OUT = "swap-out"
@@ -90,7 +92,7 @@ CASES: Sequence[Case] = (
         past_tokens=1023,
         prompt_tokens=2000,
     ),
-    Case(name="hit_b8_200_over_8000", rows=8, new_tokens=200, past_tokens=8000),
+    Case(name="hit_b8_200_over_8000", kind=Kind.HIT, rows=8, new_tokens=200, past_tokens=8000),
     Case(name="swapin_b8_200_over_8000", kind=Kind.SWAP_IN, rows=8, new_tokens=200, past_tokens=8000),
     Case(name="swapout_under_decode_b64", kind=Kind.SWAP_OUT, rows=64, new_tokens=1, past_tokens=1023),
     Case(name="idle_between_steps_b64", kind=Kind.HOST, rows=64, new_tokens=1, past_tokens=1023),

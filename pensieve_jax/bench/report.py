@@ -24,7 +24,7 @@ def beside(result: StepTime) -> tuple[str, float]:
     match result.case.kind:
         case Kind.SWAP_IN:
             return max(result.beside_s.items(), key=lambda item: item[1])
-        case Kind.SWAP_OUT | Kind.HOST | Kind.MIXED:
+        case Kind.HIT | Kind.SWAP_OUT | Kind.HOST | Kind.MIXED:
             return next(iter(result.beside_s.items()))
         case _:
             return "floor", result.floor.seconds
@@ -33,7 +33,7 @@ def beside(result: StepTime) -> tuple[str, float]:
 def remark(result: StepTime) -> str:
     """The rest of what was measured, for people."""
     case, parts = result.case, []
-    if case.kind is Kind.STEP and not case.is_decode:
+    if case.kind in (Kind.STEP, Kind.HIT) and not case.is_decode:
         parts.append(f"{result.tokens_per_s:,.0f} tokens/s")
     if result.moved_bytes:
         transfer_s = result.beside_s.get("transfer alone", result.seconds)
@@ -121,7 +121,7 @@ def records(
             "beside": name,
             "first_call_s": round(result.first_call_s, 2),
         }
-        if result.case.kind is Kind.STEP:
+        if result.case.kind in (Kind.STEP, Kind.HIT):
             shapes["flops"], shapes["bytes"] = result.floor.flops, result.floor.bytes
         if not case.is_decode:
             shapes["tokens_per_s"] = round(result.tokens_per_s)

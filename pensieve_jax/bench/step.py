@@ -37,7 +37,7 @@ from pensieve_jax.worker.batch import (
 )
 from pensieve_jax.worker.compilations import compile_together
 from pensieve_jax.worker.sampling import SampleOutput, SamplingArrays
-from pensieve_jax.worker.worker import build_worker
+from pensieve_jax.worker.worker import Worker, build_worker
 
 PAGE_TOKENS = 32
 SWAP_OUT_PAGES = 8
@@ -47,6 +47,8 @@ PIECES = 5
 that takes 512 tokens in a step, as it does unless told otherwise."""
 FILL_PAGES = 64
 """Pages that are copied at once to fill the host pool before a swap-in case."""
+HITS = 8
+"""Steps of one measurement with a past on the device."""
 STEPS = 16
 """Steps of one measurement through the worker."""
 GREEDY = SampleRequest(
@@ -125,7 +127,7 @@ class StepBench:
         needed = [_pages(case.past_tokens + case.new_tokens) for case in self.cases]
         prompts = [_pages(case.prompt_tokens) for case in self.cases]
         swapped = [case.rows * _pages(case.past_tokens) for case in self.cases if case.kind is Kind.SWAP_IN]
-        leaving = [SWAP_OUT_PAGES * STEPS for case in self.cases if case.kind is Kind.SWAP_OUT]
+        leaving = [SWAP_OUT_PAGES * STEPS for case in self.cases if case.kind in (Kind.SWAP_OUT, Kind.HIT)]
         self.shapes = BatchShapes(
             num_pages=max(
                 case.rows * pages + prompt
@@ -171,6 +173,7 @@ class StepBench:
         """Time one of `cases`."""
         run = {
             Kind.STEP: self._measure_steps,
+            Kind.HIT: self._measure_hit,
             Kind.SWAP_IN: self._measure_swap_in,
             Kind.SWAP_OUT: self._measure_swap_out,
             Kind.MIXED: self._measure_mixed,
@@ -188,7 +191,7 @@ class StepBench:
             self._finish(self._swap_in_plans(case)["step"])
         elif case.kind is Kind.MIXED:
             jax.block_until_ready(self.run([self._arrays(rows) for rows in self._mixed_rows(case)]))
-        elif case.kind is Kind.STEP:
+        elif case.kind in (Kind.STEP, Kind.HIT):
             jax.block_until_ready(self.run(self.steps(case)))
         else:
             self._run_ahead(self._worker_plans(case))
@@ -224,6 +227,16 @@ class StepBench:
         few, many = (4, STEPS) if case.is_decode else (1, 4)
         seconds = seconds_each(run, repeats=3, few=few, many=many, wait=jax.block_until_ready)
         return self._result(case, seconds, {}, first_call_s, dispatch_s=min(dispatches))
+
+    def _measure_hit(self, case: Case) -> StepTime:
+        plans = [StepPlan(rows=tuple(self._split(case)[0]), swap_outs=(), swap_ins=())] * HITS
+        without_tier = Worker(self.runner, None, self.shapes, "resident")
+        begin = time.perf_counter()
+        self._run_ahead(plans)
+        first_call_s = time.perf_counter() - begin
+        with_s = _median_s(partial(self._run_ahead, plans)) / HITS
+        without_s = _median_s(partial(self._run_ahead, plans, without_tier)) / HITS
+        return self._result(case, with_s, {"without host tier": without_s}, first_call_s)
 
     def _measure_mixed(self, case: Case) -> StepTime:
         decode = self._split(case)[0]
@@ -345,11 +358,11 @@ class StepBench:
         self.worker.dispatch(plan).result()
         jax.block_until_ready(self.runner.gather(np.zeros(1, np.int32)))
 
-    def _run_ahead(self, plans: Sequence[StepPlan]) -> None:
+    def _run_ahead(self, plans: Sequence[StepPlan], worker: Worker | None = None) -> None:
         """Run plans as the engine does: the next is handed over before the result of one is taken."""
         pending = None
         for plan in plans:
-            following = self.worker.dispatch(plan)
+            following = (worker or self.worker).dispatch(plan)
             if pending is not None:
                 pending.result()
             pending = following
