@@ -9,6 +9,7 @@ from worlds import SLOW_LINK, SMALL_MODEL
 from host_cache.plan import PageCopy
 from pensieve_jax.core.errors import InvalidArgumentError
 from pensieve_jax.core.plans import Row
+from pensieve_jax.records import ROOT, read_records
 from pensieve_jax.simulator import DEVICES, MODELS, StepProfile, StepTimeModel, StepWork, make_config
 from pensieve_jax.simulator.step_time import work_of
 from pensieve_jax.simulator.worker import STAGING_PAGES, VirtualWorker
@@ -17,6 +18,7 @@ TIMES = StepTimeModel(SMALL_MODEL, SLOW_LINK)
 LIGHT = StepTimeModel(replace(SMALL_MODEL, num_parameters=1), SLOW_LINK)
 """Its steps take no time but for attention, so that any time can be had."""
 NOTHING = StepWork(0, 0, 0)
+STEPS = ROOT / "benchmarks" / "results" / "step-h200.jsonl"
 PAGE_BYTES = 8 * SMALL_MODEL.kv_bytes_per_token
 STORE_S = PAGE_BYTES / SLOW_LINK.store_bytes_per_s
 LOAD_S = PAGE_BYTES / SLOW_LINK.load_bytes_per_s
@@ -174,11 +176,22 @@ def test_named_models(name, kv_bytes, weight_gb):
     assert shape.weight_bytes / 1e9 == pytest.approx(weight_gb, rel=0.01)
 
 
-def test_a_decode_step_on_the_h200_is_near_the_measured_one():
-    # 13B with 10 KV heads, batch 64 at 1,024 tokens of context: 11.05 ms; batch 1: 6.65 ms
+@pytest.mark.parametrize(
+    ("case", "rows", "new", "past"),
+    [
+        ("decode_b1_ctx1024", 1, 1, 1023),
+        ("decode_b64_ctx1024", 64, 1, 1023),
+        ("decode_b128_ctx1024", 128, 1, 1023),
+        ("prefill_16x1024", 16, 1024, 0),
+        ("prefill_1x8192", 1, 8192, 0),
+    ],
+)
+def test_a_step_on_the_h200_is_near_the_measured_one(case, rows, new, past):
+    measured = {line["case"]: line for line in read_records(STEPS)}[case]
     times = StepTimeModel(MODELS["llama2-13b-kv10"], DEVICES["h200"])
-    assert times.compute_s(StepWork(64, 65_536, 65_536)) == pytest.approx(0.01105, rel=0.05)
-    assert times.compute_s(StepWork(1, 1024, 1024)) == pytest.approx(0.00665, rel=0.05)
+    pairs = rows * (new * past + new * (new + 1) // 2)
+    seconds = times.compute_s(StepWork(rows * new, pairs, rows * (past + new)))
+    assert seconds == pytest.approx(measured["value"] / 1e3, rel=0.06)
 
 
 def test_tiers_follow_from_bytes():
