@@ -13,7 +13,7 @@ H200."""
 MEMORY_SHARE = 3.35 / 4.8
 """Share of its memory rate that decode steps reach, as XLA's own did for a 13B model on an H200."""
 ATTENTION_SHARE = 0.5
-"""Rate of prefill attention over paged KV, as a share of that of matrix products: as a plain kernel's was on an
+"""Rate of prefill attention over paged KV, as a share of that of matrix products: a plain kernel's on an
 H200, 355 to 369 of 716 TFLOP/s."""
 
 
