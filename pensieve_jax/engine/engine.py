@@ -1,6 +1,7 @@
 """The engine: everything a caller can ask for, from any thread."""
 
 import asyncio
+import gc
 import logging
 import time
 import uuid
@@ -441,6 +442,8 @@ class Engine:
     ) -> None:
         """Compile ahead; see `pensieve_jax.engine.warmup.warm_up`."""
         self._turns.compile(params, max_turns=max_turns, progress=progress)
+        gc.collect()
+        gc.freeze()  # traced programs are hundreds of thousands of objects: to look at all takes many steps' time
 
     @property
     def num_compilations(self) -> int:
@@ -524,6 +527,7 @@ class Engine:
         self._turns.close()
         self._closed = True
         self._conversations.close()
+        gc.unfreeze()  # what `compile` froze may go
 
     def __enter__(self) -> "Engine":
         return self

@@ -19,7 +19,8 @@ def warm_up(
 ) -> None:
     """Compile the steps of all padded shapes, and the copies between the tiers.
 
-    Leaves nothing in the cache or in the log. With `EngineConfig.compilation_cache` a second
+    Leaves nothing in the cache or in the log. What is alive in the process then, Python's collector of cycles
+    doesn't look at until the engine is closed. With `EngineConfig.compilation_cache` a second
     start reads the programs instead, and traces none unless the model's code is outside `pensieve_jax`.
 
     Args:

@@ -1,5 +1,6 @@
 """Nothing is compiled while turns are served, once the engine has compiled ahead."""
 
+import gc
 import random
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def test_nothing_compiles_while_serving(execution, run_ahead, num_shards):
     assert min(counters.chunks_swapped_in, counters.chunks_swapped_out, counters.chunks_copied) > 0
     assert engine.num_compilations == 0
     engine.close()
+
+
+def test_the_collector_leaves_programs_alone_until_the_engine_is_closed():
+    with small_engine(paranoid=False) as engine:
+        warm_up(engine, SamplingParams())
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_what_was_not_asked_for_is_counted():
