@@ -443,7 +443,7 @@ class Engine:
         """Compile ahead; see `pensieve_jax.engine.warmup.warm_up`."""
         self._turns.compile(params, max_turns=max_turns, progress=progress)
         gc.collect()
-        gc.freeze()  # traced programs are hundreds of thousands of objects: to look at all takes many steps' time
+        gc.freeze()  # traced programs are so many objects that a look at all takes tens of steps' time
 
     @property
     def num_compilations(self) -> int:
