@@ -96,12 +96,12 @@ def test_decode_batches_go_to_triton_unless_they_must_be_invariant(monkeypatch):
         monkeypatch.setitem(api.IMPLEMENTATIONS, name, lambda *_, name=name, **__: chosen.append(name))
         monkeypatch.setitem(dispatch.RUNS_HERE, name, lambda: True)
     pages = [np.zeros(3, np.int32)]
-    pool, q = jnp.zeros((1, 2, 1, 32, 16)), jnp.zeros((4, 2, 16))
     sizes = {"kv_lens": [70], "pages": pages, "max_rows": 4, "max_pages": 3, "max_tokens": 4}
-    for q_len, invariant in ((1, False), (1, True), (3, False)):
+    for q_len, invariant, head_dim in ((1, False, 64), (1, True, 64), (3, False, 128), (3, False, 80)):
+        pool, q = jnp.zeros((1, 2, 1, 32, head_dim)), jnp.zeros((4, 2, head_dim))
         plan = plan_attention(q_lens=[q_len], batch_invariant=invariant, **sizes)
         multi_token_attention(q, pool, plan)
-    assert chosen == ["triton", "mosaic", "mosaic"]
+    assert chosen == ["triton", "mosaic", "mosaic", "triton"]
 
 
 def test_bad_arguments_are_refused():
