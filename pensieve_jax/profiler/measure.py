@@ -1,7 +1,7 @@
 """Measures a profile: whole steps as the engine runs them; what differs between two steps is what a cause
 costs. Steps take turns, so that a machine that becomes busier slows all of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -139,7 +139,7 @@ def measure_profile(
         model=shape_of(model, num_shards, kv_dtype=config.kv_dtype),
         device=device.device_kind,
         tokens=tokens,
-        other_s=tuple(accumulate((float(np.median(times[f"tokens {n}"])) for n in tokens), max)),
+        other_s=_rising(float(np.median(times[f"tokens {n}"])) for n in tokens),
         chunk_tokens=CHUNK_TOKENS,
         context_tokens=contexts,
         attention_s=tuple(accumulate(more, max)),  # more context never costs less: what does is noise
@@ -152,6 +152,11 @@ def measure_profile(
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         seed=config.seed,
     )
+
+
+def _rising(times: Iterable[float]) -> tuple[float, ...]:
+    """Times of ever more work, none longer than a later one: what seems so is noise, which only adds."""
+    return tuple(accumulate(reversed(tuple(times)), min))[::-1]
 
 
 def _times(steps: Mapping[str, Dispatch], rounds: int, progress: Progress | None) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
 """Measuring a profile: the arithmetic with made-up times, a tiny model, and who reads the file."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,12 @@ def test_noise_never_makes_more_context_cheaper(made_up, monkeypatch):
     assert list(profile.attention_s) == sorted(profile.attention_s)
     assert list(profile.other_s) == sorted(profile.other_s)
     assert profile.attention_s[0] == 0 <= profile.pair_s
+
+
+def test_a_short_step_held_up_makes_no_longer_one_slow(made_up, monkeypatch):
+    noise = itertools.chain([1.0], itertools.repeat(0.0))
+    monkeypatch.setattr(MadeUpTimer, "noise", staticmethod(lambda: next(noise)))
+    assert max(measure_profile(TinyModel(), SMALL).other_s) < 0.1
 
 
 def test_a_tiny_model_is_measured_and_its_engine_judges_by_it(tmp_path):
