@@ -26,8 +26,8 @@ COMMON = [
 ]
 """The others differ in sizes; they are compiled among the slow tests."""
 SPILLED_BYTES, SPILLED_BYTES_PAGE_16, SPILLED_BYTES_D256 = 256, 288, 896
-"""Addresses of barriers and the like, kept in local memory outside the loops over keys; of eight pages a block
-some more; at head size 256 descriptors of operands, too, which the loops read."""
+"""Addresses of barriers and the like, kept in local memory outside the loops over keys; of eight pages to a
+block some more; at head size 256 descriptors of operands, too, which the loops read."""
 TEMP_BYTES, TEMP_BYTES_D256 = 20e6, 40e6
 """The parts, and not a copy of the pool besides."""
 
