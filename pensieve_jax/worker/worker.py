@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -146,8 +147,8 @@ class Worker:
                 address_halves([shards[shard].ctypes.data for shards in mover.pool.layers])
                 for shard in range(runner.mesh.size)
             ]
-            everywhere = NamedSharding(runner.mesh, PartitionSpec(TENSOR_AXIS))
-            self._addresses = jax.device_put(np.concatenate(halves), everywhere)
+            by_shard = NamedSharding(runner.mesh, PartitionSpec(TENSOR_AXIS))
+            self._addresses = jax.device_put(np.concatenate(halves), by_shard)
         on_cpu = runner.mesh.devices.flat[0].platform == "cpu"
         self._layered = execution == "layered" or (execution == "auto" and on_cpu)
         self._loading = None if on_cpu or mover is None else ThreadPoolExecutor(1, "pensieve-load")
@@ -219,7 +220,8 @@ class Worker:
             self._loading.shutdown()
         if self._mover is not None:
             self._mover.ended(wait=True)
-            self._runner.wait()  # it may read host memory
+            with suppress(RuntimeError):  # a lost device, or a pool that was given away, reads nothing more
+                self._runner.wait()
             self._mover.close()
 
     def copy_page(self, source: int, target: int) -> None:
@@ -281,9 +283,8 @@ class Worker:
             for size in copies:
                 self._compile_copies(size)
                 report(1)
-        if (
-            self._addresses is not None
-        ):  # outside, for JAX's own cache keeps it: it depends on the host's memory
+        if self._addresses is not None:
+            # These programs depend on the size of the host tier: JAX's own cache keeps them.
             for count in READ_SIZES:
                 self._read(np.zeros(count, np.int64), np.full(count, self._shapes.num_pages, np.int32))
 
