@@ -37,7 +37,7 @@ def gather_layers(pools: Sequence[jax.Array], pages: jax.Array) -> jax.Array:
     """
     if not runs_here("triton"):
         return jnp.stack([gather_pages(pool, pages) for pool in pools])
-    # XLA makes one kernel of it, which picks the pool anew for each number that it copies.
+    # Of a stack XLA makes one kernel, which picks the pool anew for each number that it copies.
     page, count = pools[0].shape[1:], pages.shape[0]
     staged = jnp.zeros((len(pools) * count, *page), pools[0].dtype)
     for layer, pool in enumerate(pools):
