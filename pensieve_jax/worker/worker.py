@@ -58,8 +58,8 @@ MOST_GATHERED = (MOST_STORES + 1) * COPIED_AT_ONCE
 READ_BYTES, SCATTERED_BYTES = 256 << 20, 4 << 30
 """Bytes of KV, on each device, up to which the device itself reads a step's pages from host memory, before
 the step: of pages in one run, and of scattered ones. It takes 5 ms for 256 MB. Copies layer by layer are
-meant to hide behind the step, but however little comes, the host takes 10 ms and more for such a step, as long
-as a decode step takes; and scattered pages have to be collected first, at a seventh of the link's rate."""
+meant to hide behind the step, but however little comes, the host takes 10 ms and more for such a step, as
+long as a decode step; and scattered pages have to be collected first, at a seventh of the link's rate."""
 READ_SIZES = (32, 512)
 """Pages of one such call: fewer cost a larger call next to nothing, so that few shapes are enough."""
 
